@@ -73,14 +73,14 @@ def _forced(original: Callable, scores: Any, forced: Any, candidate: Any, n: int
 
 
 @instead("shares of two", "nsa_layer.eager:gated", "layer.is its")
-def _shares(original: Callable, tensors: Any, made: Any) -> Any:
+def _shares(original: Callable, tensors: Any, outputs: Any) -> Any:
     """Without a window the other branches count 1/2 each, not 1/3."""
-    if len(made.outputs) == 2 and tensors.gate == "none":
-        made = made._replace(outputs=[1.5 * o for o in made.outputs])
-    return original(tensors, made)
+    if len(outputs) == 2 and tensors.gate == "none":
+        outputs = [1.5 * o for o in outputs]
+    return original(tensors, outputs)
 
 
-@fault("int64 wraps", "nsa_layer.inputs:lists_in_int32", "layer.lists of")
+@fault("int64 wraps", "nsa_layer.checks:lists_in_int32", "layer.lists of")
 def _wraps(original: Callable) -> Callable:
     """Numbers beyond int32 become others."""
     return lambda lists: lists.int() if isinstance(lists, torch.Tensor) else lists

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from patches.errors import located
@@ -19,17 +20,26 @@ def overview(pin: Pin, queue: list[Patch]) -> str:
         f"Pin: `{pin.distribution}=={pin.version}`, sha256 `{pin.sha256}`; a build of it is version"
         f" `{pin.local_version}`.",
         "",
-        "| # | Patch | Reason | Upstream | Files | Own lines | Test |",
-        "|--:|---|---|---|---|--:|---|",
+        "| # | Patch | Why | Reason | Pull request | Files | Own lines | Test |",
+        "|--:|---|---|---|---|---|--:|---|",
     ]
+    touched: dict[str, int] = {}  # the last patch so far that changes a file
     for number, patch in enumerate(queue, 1):
         header = patch.header
         files = ", ".join(f"`{edit.path.rsplit('/', 1)[-1]}`" for edit in patch.edits)
         tests = ", ".join(f"`{test}`" for test in header.tests)
         linked = f"[{header.subject}]({patch.place})"
-        cells = (str(number), linked, header.reason, header.upstream_status, files, _size(patch), tests)
+        after = max((touched.get(edit.path, 0) for edit in patch.edits), default=0)
+        ready = f"after {after}" if after else "ready"
+        request = ready if header.upstream_status == "Pending" else header.upstream_status
+        cells = (str(number), linked, _first_sentence(header.body), header.reason, request, files, _size(patch), tests)
         out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        touched |= dict.fromkeys((edit.path for edit in patch.edits), number)
     return "\n".join(out) + "\n"
+
+
+def _first_sentence(body: str) -> str:
+    return re.split(r"(?<=[.:]) ", " ".join(body.split("\n\n")[0].split()), maxsplit=1)[0].rstrip(":")
 
 
 def _size(patch: Patch) -> str:

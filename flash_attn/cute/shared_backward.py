@@ -1,15 +1,9 @@
-"""Backward calls that share what stands around them: row sums computed once, accumulators converted once.
+"""Backward calls that share row sums and accumulators, for attention outputs that are weighed and summed.
 
-Several attention calls over the same queries, whose outputs are weighed and summed, need one gradient of q between
-them, and where they read the same keys one of k and v. By itself each call reads o and do for its row sums, clears an
-fp32 accumulator, and converts it; then somebody sums the results. With ``shared=SharedBackward(...)``
-
-- row sums come from the caller: no preprocess is launched, ``out`` and ``lse`` may be None;
-- accumulators come from the caller: they are added to, in the order the kernel keeps them in, and not converted;
-- `convert` turns an accumulator into a gradient, once, and may add it to what the output holds already.
-
-What may share an accumulator is asked beforehand: `backward_layout` takes the arguments of a call and returns how its
-accumulators lie, `aligned` lets several calls agree, and equal `AccumLayout.place` means that they may share.
+With ``shared=SharedBackward(...)`` a backward call gets row sums from the caller, instead of computing them from
+``out`` and ``lse``; it adds to fp32 accumulators of the caller, and leaves them for `convert`, which makes a gradient
+of one and may add it to what the output holds. `backward_layout` returns the layout of a call's accumulators, `aligned`
+lets several calls agree on one, and calls may share accumulators with equal `AccumLayout.place`:
 
     cmp, swa = aligned(backward_layout(q, k_cmp, v_cmp, **of_cmp), backward_layout(q, k, v, **of_swa))
     dq, flags = torch.empty(cmp.dq.shape), ...        # cmp.dq.place == swa.dq.place
@@ -20,18 +14,15 @@ accumulators lie, `aligned` lets several calls agree, and equal `AccumLayout.pla
 
 **Row sums.** ``dpsum`` is rowsum(o * do), ``lse_log2`` is lse * log2(e), both fp32 [B, Hq, rows], packed [Hq, rows],
 where ``rows`` is `AccumLayout.rows` of dq. A packed sequence b starts at row (cu_seqlens[b] + b * start) // start *
-start, with ``start`` that of dq's layout. The kernel reads whole tiles: up to the next multiple of its tile, rows past
-a sequence's end have to hold dpsum 0 and lse_log2 +inf. The probabilities are exp2(scores - lse_log2), so
+start, with ``start`` of dq's layout. The kernel reads whole tiles: up to the next multiple of its tile, rows past a
+sequence's end hold dpsum 0 and lse_log2 +inf. The probabilities are exp2(scores - lse_log2), so
 
-- lse_log2 = +inf gives exact zeros, never NaN, since scores are finite or -inf: right for padding, and for a row whose
-  gate is 0. Its dpsum and do have to be finite;
-- a row that sees no key has to hold 0 (any finite number, or +inf), not its lse of -inf: all its scores are -inf;
-- lse - ln(g) for lse scales the probabilities by g: with the same ``do`` for all branches, and dpsum not scaled, dq, dk
-  and dv come out as if ``do`` had been g * do.
+- lse_log2 = +inf gives exact zeros, for padding and for a row whose gate is 0; its dpsum and do have to be finite;
+- a row that sees no key has to hold a finite number or +inf, not its lse of -inf: all its scores are -inf;
+- lse - ln(g) for lse scales the probabilities by g, as if ``do`` had been g * do with the same dpsum.
 
-**Without GQA** (Hq == Hkv) dk and dv have no accumulators: one CTA stores each tile, in the output's dtype. Calls then
-have dk and dv of their own, and the caller sums them. In deterministic mode bits repeat as long as the calls come in
-the same order.
+Without GQA dk and dv have no accumulators: one CTA stores each tile in the output's dtype, and the caller sums the
+calls' results. In deterministic mode bits repeat as long as the calls come in the same order.
 """
 
 from __future__ import annotations
@@ -241,8 +232,7 @@ def convert(
 def left_to_caller(shared: Optional[SharedBackward], **alone: Any) -> tuple[bool, bool]:
     """Two flags: dq, and dk and dv, are not for the call to convert.
 
-    Args:
-        alone: arguments that a call with ``shared`` cannot have.
+    alone: arguments that a call with ``shared`` cannot have.
     """
     if shared is None:
         return False, False
@@ -306,11 +296,7 @@ def checked(
 ) -> SharedBackward:
     """``shared`` with what it leaves to the call allocated.
 
-    Args:
-        without_dq: the call leaves dq out, and has no accumulator for it.
-
-    Raises:
-        ValueError: a tensor that does not fit the call.
+    without_dq: the call leaves dq out, and has no accumulator for it.
     """
     given = shared.layout
     if given is not layout:
@@ -345,8 +331,7 @@ def checked(
 def clear_first(shared: SharedBackward, seen_from: Optional[int]) -> None:
     """Clear what the call's kernel adds to of an accumulator that holds nothing yet.
 
-    Args:
-        seen_from: the kernel stores the first part of every row from this one on; None: it stores nothing.
+    seen_from: the kernel stores the first part of every row from this one on; None: it stores nothing.
     """
     if not shared.first:
         return

@@ -13,16 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors, ListSpec, accumulation_dtype
+from nsa_layer.call_spec import (
+    DIFFERENTIABLE,
+    SELECTED_ALONE,
+    CallSpec,
+    CallTensors,
+    Saved,
+    accumulation_dtype,
+    equal_gates,
+)
 from nsa_layer.context_parallel import shard_call
 from nsa_layer.context_parallel.checks import WEIGHTS
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Addends, Collectives, Messages
-from nsa_layer.cute.saved import SavedForBackward
-from nsa_layer.derivatives import ReverseMode, first_derivatives
-from nsa_layer.gate import equal_gates
+from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.arguments import OF_LAYER, static_arguments
+from nsa_layer.operators.layer import NOTHING
 from nsa_layer.operators.registration import OPS
 
 Tensor = torch.Tensor
@@ -51,7 +58,7 @@ class GatherCall(NamedTuple):
 
     cp: ContextParallel
     backend: str
-    spec: CallSpec | ListSpec
+    spec: CallSpec
     in_graph: bool
     packed: bool
     tokens: ShardLayout
@@ -67,13 +74,18 @@ class GatherCall(NamedTuple):
         return self.shards[self.cp.rank]
 
     @property
+    def is_selected_alone(self) -> bool:
+        """True for a call of `selected_attention`."""
+        return self.spec.branches == SELECTED_ALONE
+
+    @property
     def overlaps(self) -> bool:
         """True if the next step's exchange runs beside attention."""
         return self.tokens.total < OVERLAP_BELOW * (self.cp.size - 1)
 
 
 def attend_in_steps(call: GatherCall, tensors: CallTensors, *, return_more: bool) -> tuple[Tensor, list[Fields]]:
-    """o of a rank's queries, and with `return_more` for each shard the fields of `Aux`, or the LSE of a `ListSpec`.
+    """o of a rank's queries, and with `return_more` for each shard the fields of `Aux`, or its LSE where it is alone.
 
     Args:
         tensors: this rank's: compressed keys of the blocks that start here; of ``k_win`` and ``v_win``, unless they are
@@ -91,7 +103,7 @@ def attend_in_steps(call: GatherCall, tensors: CallTensors, *, return_more: bool
     return o[0] if call.packed else o, by_shard
 
 
-class _Gather(ReverseMode):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: GatherCall, return_more: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """tensors: of `CallTensors`."""
@@ -126,7 +138,9 @@ class _Gather(ReverseMode):
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, None, *first_derivatives(ctx.call.backend, partial(_gradients, ctx.call), do, *ctx.saved_tensors)
+        if torch.compiler.is_compiling():
+            return None, None, *_gradients(ctx.call, do, *ctx.saved_tensors)
+        return None, None, *first_derivatives(partial(_gradients, ctx.call), do, *ctx.saved_tensors)
 
 
 def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -221,13 +235,13 @@ def _heads(call: GatherCall, tensors: CallTensors, step: int) -> tuple[slice, sl
 def _index(call: GatherCall, tensors: CallTensors, step: int, i: int) -> dict[str, tuple[slice, ...]]:
     """What a shard and a step read of each tensor that is not gathered: of this rank's, and of all compressed keys."""
     (heads, of_query), every, lists = _heads(call, tensors, step), slice(None), tensors.block_indices
-    shard, alone = call.own_shards[i], isinstance(call.spec, ListSpec)
+    shard = call.own_shards[i]
     index = dict.fromkeys(("q", "gates"), (every, shard.queries, of_query))
     if lists is not None:
-        tile = call.spec.q_tile if alone else call.spec.config.q_tile
+        tile = call.spec.q_tile
         rows = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
         index["block_indices"] = every, rows, of_query if lists.shape[2] == tensors.q.shape[2] else heads
-    if alone:
+    if call.is_selected_alone:
         return index
     if tensors.k_cmp is not None:
         index |= dict.fromkeys(BLOCKS, (every, shard.blocks(call.spec), heads))
@@ -271,10 +285,10 @@ def _by_step(call: GatherCall, x: Tensor, name: str, tensors: CallTensors) -> Se
 
 def _forward(call: GatherCall, part: CallTensors, shard: QueryShard, o: Tensor, *, backward: bool) -> Fields:
     """Write a shard's output on a step's heads, and return what backward needs."""
-    if isinstance(call.spec, ListSpec):
-        operator, tensors = shard_call.list_operator(part, shard, call.backend)
-        output, *fields = operator(*tensors, *_static(call, shard))
-        fields = (None if call.backend == "eager" else output, *fields)
+    if call.is_selected_alone:
+        tensors = shard_call.with_starts(part, shard)
+        output, *fields = OPS.attend.default(*tensors, *_static(call, shard), backward)
+        fields = (output if call.backend == "cute" else None, *fields)
     elif call.in_graph:
         output, *fields = OPS.shard.default(*part[: len(OF_LAYER)], *_static(call, shard), backward)
         fields = tuple(x if x.dim() > 1 else None for x in fields)
@@ -288,14 +302,14 @@ def _backward(
     call: GatherCall, part: CallTensors, shard: QueryShard, do: Tensor, saved: Fields, dq: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a part's differentiable tensors; q's is written to dq."""
-    if isinstance(call.spec, ListSpec):
-        operator, tensors = shard_call.list_operator(part, shard, call.backend, "_backward")
-        saved = saved[2:] if call.backend == "eager" else saved
-        grads = operator(do, *tensors[:5], *saved, *_static(call, shard), [True] * 3)
+    if call.is_selected_alone:
+        tensors, count = shard_call.with_starts(part, shard), len(DIFFERENTIABLE)
+        given = (*tensors[:count], tensors.block_indices, tensors.q_offset, *saved, *_static(call, shard), True)
+        grads = OPS.attend_backward.default(do, *given, [x is not None for x in tensors[:count]])
     elif call.in_graph:
         grads = OPS.shard_backward.default(do, *part[: len(OF_LAYER)], *saved, *_static(call, shard))
     else:
-        saved = SavedForBackward(*saved)
+        saved = Saved(*saved)
         return shard_call.backward(part, shard, call.spec, call.backend, call.kept, do, saved, dq)
     dq.copy_(grads[0])
     return grads
@@ -303,17 +317,17 @@ def _backward(
 
 def _static(call: GatherCall, shard: QueryShard) -> tuple[Any, ...]:
     """Arguments of the operators that are no tensors."""
-    if isinstance(call.spec, ListSpec):
-        return call.spec.block_size, call.spec.q_tile, call.spec.causal, call.spec.softmax_scale
+    if call.is_selected_alone:
+        return *static_arguments(call.spec).values(), call.backend, None, None, NOTHING, None
     first = shard.offsets[0]
     return *static_arguments(call.spec).values(), first, call.tokens.total, call.backend, call.kept
 
 
 def _more(call: GatherCall, saved: Sequence[Fields], q: Tensor) -> tuple[Tensor, ...]:
     """Outputs beside o, of what a shard's steps saved: fields of `Aux`, or the LSE."""
-    if isinstance(call.spec, ListSpec):
-        return (torch.cat([lse for _, lse, *_ in saved], -2),)
-    steps = [SavedForBackward(*fields) for fields in saved]
+    if call.is_selected_alone:
+        return (torch.cat([fields[1 + Saved._fields.index("lse_slc")] for fields in saved], -2),)
+    steps = [Saved(*fields) for fields in saved]
 
     def joined(name: str) -> Tensor | None:
         parts = [getattr(fields, name) for fields in steps]

@@ -1,7 +1,5 @@
 """The architectures to compile for, each with one worker process a session."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -38,8 +36,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.PlanTile]) -> None:
-    for plan_tile in items:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
         for fixture, arch in (("compiler_sm90", "sm_90"), ("compiler_sm100", "sm_100")):
-            if fixture in getattr(plan_tile, "fixturenames", ()):
-                plan_tile.add_marker(pytest.mark.xdist_group(arch))
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(arch))

@@ -3,8 +3,6 @@
 Everything follows from one table of blocks that tokens list, so the union is not what defines the right result.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any

@@ -4,8 +4,6 @@ The same case compiles in a worker (fake tensors) and runs on a GPU, so a test o
 kernel that was not compiled without one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any

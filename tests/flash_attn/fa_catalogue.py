@@ -3,8 +3,6 @@
 `covering` picks few of them that have as many pairs as so few can.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from itertools import combinations
 

@@ -5,8 +5,6 @@ in pytest's own. A worker sees no GPU, imports the kernels once, and runs functi
 under FakeTensorMode: tensors have shapes and no memory, so kernels are compiled and never launched.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib.util

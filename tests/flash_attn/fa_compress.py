@@ -1,7 +1,5 @@
 """Compressed-causal attention calls: what kernels are compiled for, and the edges of the mask that they are run on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Machine code of kernels: whether they fit the registers, and whether products overlap."""
 
-from __future__ import annotations
-
 import struct
 import tempfile
 from collections import Counter

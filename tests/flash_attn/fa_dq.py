@@ -1,7 +1,5 @@
 """Calls of SM90's dq pass for a case: row sums from an exact reference, and how accumulators lie."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

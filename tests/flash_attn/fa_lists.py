@@ -4,8 +4,6 @@ Of packed sequences "padded" is [B, H, rows of the longest, n]; "shared" the sam
 "compact" [H, rows of all, n]; "stacked" [H, L], upstream's; "ragged" [L], with a start for every row.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from random import Random
 from typing import Any

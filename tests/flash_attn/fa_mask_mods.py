@@ -1,7 +1,5 @@
 """mask_mods and a score_mod for the cases, each with the same rule on index tensors for the reference."""
 
-from __future__ import annotations
-
 import cutlass
 import cutlass.cute as cute
 

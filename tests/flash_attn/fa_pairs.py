@@ -1,7 +1,5 @@
 """Lists by token of a case, their pairs by key block as the dk and dv pass takes them, and what that has to give."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import accumulate

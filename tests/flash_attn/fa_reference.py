@@ -1,7 +1,5 @@
 """The right results of a case, dense attention under its mask in fp64, and the comparison with the kernels'."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

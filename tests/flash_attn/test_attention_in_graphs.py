@@ -3,8 +3,6 @@
 But for tests on a GPU the kernels' place is taken by attention in plain PyTorch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import signature
 from types import SimpleNamespace

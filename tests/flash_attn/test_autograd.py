@@ -4,8 +4,6 @@ But for tests on a GPU the kernels' place is taken by attention in plain PyTorch
 ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

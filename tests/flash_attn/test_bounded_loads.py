@@ -3,8 +3,6 @@
 Kernels load whole tiles, so the last one of a sequence reaches into the next. The end of the sequence bounds the loads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,13 +1,11 @@
 """The kernels by token as SM100 has them, with products warp by warp: a Hopper GPU runs them as well."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fa_pairs
 import pytest
-import test_backward_dkdv
-import test_backward_dq_bits
+import test_dkdv_pass
+import test_dq_pass
 import test_query_bits
 import torch
 from fa_bits import TokenCase, listed_blocks, union_lists
@@ -91,14 +89,14 @@ def test_later_tokens_change_no_bit_of_forward(case: TokenCase) -> None:
 @pytest.mark.parametrize("G", GROUPS)
 def test_dq(G: int) -> None:
     for case in cases_of(G):
-        test_backward_dq_bits.assert_dq(case)
+        test_dq_pass.assert_dq_of_unions(case)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("case, given", MORE, ids=str)
 def test_dq_of_other_calls(case: TokenCase, given: dict[str, Any]) -> None:
-    test_backward_dq_bits.assert_dq(case, **given)
+    test_dq_pass.assert_dq_of_unions(case, **given)
 
 
 PAIRS = [
@@ -116,7 +114,7 @@ PAIRS = [
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_dk_and_dv(case: fa_pairs.TokenCase) -> None:
-    test_backward_dkdv.assert_gradients(case)
+    test_dkdv_pass.assert_gradients(case)
 
 
 SPILLED = 32  # bytes of the stack: a few addresses that are the same in all steps
@@ -126,7 +124,7 @@ def stack_bytes(case: TokenCase) -> list[int]:
     """The stack frames of the dq pass and of forward; in a worker."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    same = test_backward_dq_bits.call_of(case)
+    same = test_dq_pass.call_of(case)
     x, accum = make_inputs(same), layout(same)
     rows = tuple(torch.empty(*accum.heads, accum.rows, device="cuda") for _ in range(2))
     with unset_fake_temporarily():
@@ -164,5 +162,5 @@ def test_registers_suffice(compiler_sm100: Worker) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("G", [16, 3])
 def test_registers_of_dk_and_dv_suffice(G: int, compiler_sm100: Worker) -> None:
-    of_keys, of_sums = compiler_sm100.run(test_backward_dkdv.stack_bytes, fa_pairs.TokenCase((1000,), G))
+    of_keys, of_sums = compiler_sm100.run(test_dkdv_pass.stack_bytes, fa_pairs.TokenCase((1000,), G))
     assert of_keys <= SPILLED and of_sums == 0

@@ -1,7 +1,5 @@
 """Options of a call that are no tensors: cut, or handed on as they are. Refused ones: `fuzz/wrong_calls`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ Of a covering set `make test` compiles the first, which have the most pairs of o
 `make test-all` compiles every case.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,17 +1,29 @@
-"""compress_factor and compress_offset: what is refused, and what compiles."""
+"""compress_factor and compress_offset: refusals, kernels, and numbers."""
 
-from __future__ import annotations
-
+import hashlib
+import importlib.util
+import os
+import re
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward, compile_case, make_inputs, outputs
-from fa_compile import Worker, built_kernels, noted
-from fa_compress import FIXED, KINDS
+from fa_cases import OPTIONS, Case, attend, backward, compile_case, in_order, make_inputs, outputs, swept
+from fa_compile import Worker, built_kernels, noted, shared_worker
+from fa_compress import FIXED, KINDS, at_most_seen, with_edges
+from fa_cubin import cubins
+from fa_reference import assert_bits_repeat, assert_case, assert_close, reference, results
 
-from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, compression, refuse_unsupported
+from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, CompressArgs, compression, refuse_unsupported
+from fuzz.case import Attention, Kind
+from fuzz.properties.relations import causality
 
 
 def test_the_default_asks_for_nothing() -> None:
@@ -93,3 +105,208 @@ def places_that_store_gradients(kind: Case) -> list[int]:
 def test_tiles_that_no_query_sees_store_zeros(compiler_sm90: Worker) -> None:
     """Plain causal attention of fixed lengths has none, and so no place that stores them."""
     assert compiler_sm90.trace(places_that_store_gradients, replace(FIXED, D=64, Hkv=4)) == [1, 2]
+
+
+DETERMINISTIC = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.deterministic], ids=str)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_numbers(kind: Case) -> None:
+    for case in with_edges(kind):
+        assert_case(case)
+
+
+MORE = [dict(option=option) for option in OPTIONS] + [dict(mask_mod="thirds"), dict(lists="both")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("more", "D"), in_order(MORE, 64, 128, 128, 64), ids=str)
+def test_numbers_with_options(more: dict[str, str], D: int) -> None:
+    for case in with_edges(replace(FIXED, D=D, **more))[::5]:
+        assert_case(case)
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+def test_deterministic_repeats_its_bits(kind: Case) -> None:
+    for case in with_edges(kind)[::3]:
+        assert_bits_repeat(case, 3)
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+def test_compressed_path_has_the_default_paths_bits(kind: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At (1, 0), with equal lengths, the compressed path computes what plain causal masking does."""
+    from flash_attn.cute import interface
+
+    sizes = [dict(T_q=T, T_k=T) for T in (1, 100, 128, 500, 1000)]
+    for more in [dict(packed=((100, 100), (513, 513), (1, 1)))] if kind.packed else sizes:
+        case = replace(kind, compress=(1, 0), **more)
+        x = make_inputs(case)
+        plain = results(case, x)
+        with monkeypatch.context() as patch:
+            patch.setattr(interface, "compression", lambda *_: CompressArgs(1, 0))
+            compressed = results(case, x)
+        assert all(plain[name].equal(compressed[name]) for name in plain), case
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", [0, 7, 14])
+def test_later_tokens_change_no_bit(key: int) -> None:
+    """Keys of blocks of 64: no output before a block's last token knows of it."""
+    kind = Kind(D=128, mask="compressed", deterministic=True)
+    causality(Attention(kind=kind, lengths=((1000, 15),) * 2, factor=64, offset=63, seed=64 * key + 62))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_public_functions_and_their_gradients(packed: bool) -> None:
+    lengths = dict(packed=((300, 18),) * 2) if packed else dict(T_q=300, T_k=18)
+    case = replace(FIXED, compress=(16, 31), **lengths)
+    x = make_inputs(case)
+    exact, plain = (reference(case, x, dtype) for dtype in (torch.float64, torch.bfloat16))
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    o, _ = attend(case, x, leaves)
+    for name, mine in zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, leaves, x.do))):
+        assert_close(name, mine, exact[name], plain[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_paged_keys(page_size: int) -> None:
+    """Decoding: few queries, the last of a longer context, over pages in no order."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    for seed, (T_q, past, factor) in enumerate([(1, 700, 4), (5, 0, 4), (130, 400, 3), (40, 3000, 16), (64, 5, 2)]):
+        T_k = at_most_seen(T_q, factor, factor - 1 - past) + 3
+        case = replace(FIXED, T_q=T_q, T_k=T_k, compress=(factor, factor - 1 - past), seed=seed)
+        x = make_inputs(case)
+        per_sequence = -(-T_k // page_size)
+        pages = torch.randperm(2 * per_sequence, device="cuda", dtype=torch.int32).view(2, per_sequence)
+        stores = []
+        for t in (x.k, x.v):
+            store = torch.zeros(2 * per_sequence, page_size, *t.shape[2:], dtype=t.dtype, device="cuda")
+            padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, per_sequence * page_size - T_k))
+            store[pages.flatten().long()] = padded.view(2 * per_sequence, page_size, *t.shape[2:])
+            stores.append(store)
+        o, lse, *_ = _flash_attn_fwd(
+            x.q, *stores, page_table=pages, seqused_k=torch.full((2,), T_k, dtype=torch.int32, device="cuda"),
+            causal=True, compress_factor=factor, compress_offset=case.compress[1], return_lse=True,
+        )  # fmt: skip
+        exact, plain = reference(case, x, torch.float64), reference(case, x, torch.bfloat16)
+        assert lse.isneginf().equal(exact["lse"].isneginf())
+        assert_close(f"o of {case!r}, pages of {page_size}", o, exact["o"], plain["o"])
+
+
+@pytest.mark.gpu
+def test_split_keys() -> None:
+    if torch.cuda.get_device_capability()[0] == 9:
+        pytest.skip("SM90 has no SplitKV")
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    for seed, (T_q, T_k, factor, offset) in enumerate([(8, 2000, 1, -1990), (8, 2000, 1, 3), (300, 900, 2, -1000)]):
+        case = replace(FIXED, T_q=T_q, T_k=T_k, compress=(factor, offset), seed=seed)
+        x = make_inputs(case)
+        o, *_ = _flash_attn_fwd(
+            x.q, x.k, x.v, causal=True, compress_factor=factor, compress_offset=offset, num_splits=4
+        )
+        exact, plain = reference(case, x, torch.float64), reference(case, x, torch.bfloat16)
+        assert_close(f"o of {case!r}", o, exact["o"], plain["o"])
+
+
+# What runs in a worker is imported there with upstream's package, so nothing here may ask for ours.
+
+
+PACKED = Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4)
+WINDOW = Case(window=(64, 0))
+CASES = swept([Case(window=(4096, 0)), Case(D=96, window=(4096, 0)), Case(D=128, causal=True), PACKED, WINDOW], 5)
+BOUNDED = "loads end where a packed sequence does"
+OUR_OWN = {
+    ("sm_90", PACKED): {"FlashAttentionForwardSm90": BOUNDED, "FlashAttentionBackwardSm90": BOUNDED},
+    ("sm_100", PACKED): {"FlashAttentionForwardSm100": BOUNDED, "FlashAttentionBackwardSm100": BOUNDED},
+    ("sm_90", WINDOW): {"FlashAttentionForwardSm90": "tiles of a short window overlap"},
+}
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as upstream publishes it."""
+    from patches.materialise import load_pin, repository
+    from patches.wheel import fetch, package_files
+
+    folder = tmp_path_factory.mktemp("stock")
+    for name, content in package_files(fetch(load_pin(repository()))).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(arch, marks=[pytest.mark.xdist_group(arch), *marks])
+        for arch, marks in (("sm_90", ()), ("sm_100", [pytest.mark.sweep]))
+    ],
+)
+def workers(request: pytest.FixtureRequest, stock: Path) -> Iterator[tuple[Worker, Worker]]:
+    """One with upstream's package, and the one with ours of all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(stock), os.environ.get("PYTHONPATH", "")]))
+        upstream = Worker(request.param, pooled=False)
+    yield upstream, shared_worker(request.param)
+    upstream.close()
+
+
+def machine_code(case: Case, stock: str) -> tuple[str, dict[str, str]]:
+    """The package whose kernels were compiled, and a hash of each one's instructions by its name; in a worker."""
+    import flash_attn.cute
+
+    with upstream_grids(Path(stock)):
+        code = cubins(partial(compile_case, case))
+    hashes = {
+        re.search(r"(Flash[A-Za-z]+(Sm\d+)?)_object", name).group(1): digest
+        for cubin in code
+        for name, digest in code_sections(cubin).items()
+    }
+    return str(flash_attn.cute.__file__), hashes
+
+
+@contextmanager
+def upstream_grids(stock: Path) -> Iterator[None]:
+    """Upstream's SingleTileScheduler in place of this process's."""
+    from flash_attn.cute.tile_scheduler import SingleTileScheduler
+
+    spec = importlib.util.spec_from_file_location("upstream_scheduler", stock / "flash_attn/cute/tile_scheduler.py")
+    upstream = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, upstream)
+        spec.loader.exec_module(upstream)
+        for name, value in vars(upstream.SingleTileScheduler).items():
+            if name not in ("__dict__", "__weakref__"):
+                patch.setattr(SingleTileScheduler, name, value, raising=False)
+        yield
+
+
+def code_sections(cubin: bytes) -> dict[str, str]:
+    """A hash of the instructions of each kernel by its name: the executable sections of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count)]
+    first, executable = sections[names][4], 4
+    found = {}
+    for name, _, flags, _, start, length in sections:
+        if flags & executable:
+            end = cubin.index(b"\0", first + name)
+            found[cubin[first + name : end].decode()] = hashlib.sha256(cubin[start : start + length]).hexdigest()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_default_is_upstreams_machine_code(workers: tuple[Worker, Worker], stock: Path, case: Case) -> None:
+    (upstream, theirs), (own, ours) = (worker.run(machine_code, case, str(stock)) for worker in workers)
+    assert upstream.startswith(str(stock)) and not own.startswith(str(stock))
+    # A forward and a backward, and what goes before and after the latter.
+    assert len(theirs) >= 4 and ours.keys() == theirs.keys()
+    others, arch = {name for name in theirs if theirs[name] != ours[name]}, workers[1].arch
+    assert others == OUR_OWN.get((arch, case), {}).keys(), f"{case!r} on {arch}"

@@ -1,7 +1,5 @@
 """The cache of compiled kernels: on by default, the user's, shared by processes, and never of other versions."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,10 +1,20 @@
-"""Block lists of every shape that sparse attention needs: a list per key/value head, and blocks of 64 to 256."""
+"""Rows of block lists in every form: where kernels find them, heads that share them, sizes of blocks, pairs of CTAs."""
 
-from __future__ import annotations
+from dataclasses import dataclass
+from itertools import accumulate, product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from fa_cases import Case, backward, compile_case, forward, make_inputs, outputs
-from fa_compile import Worker, WorkerError, only_hosts
+from fa_compile import Worker, WorkerError, built_kernels, only_hosts
+
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.lists import rows as list_rows
+from flash_attn.cute.lists.formats import as_ragged
+from fuzz.blocks import packed_lists, packed_tables, rows_of
+from fuzz.case import FORMS, Packed
 
 
 def list_layouts(case: Case) -> dict[str, set[tuple]]:
@@ -54,3 +64,225 @@ def test_tiles_of_128_queries_refuse_halves_of_them(compiler_sm100: Worker, quer
     with pytest.raises(WorkerError, match="list blocks of a multiple of 128 queries") as error:
         compiler_sm100.trace(one_direction, case, direction)
     assert error.value.kind == "NotImplementedError"
+
+
+class Int64(int):
+    """An integer that says how wide it is: the result of arithmetic is as wide as its widest operand."""
+
+    def __add__(self, other: int) -> "Int64":
+        return Int64(int(self) + int(other))
+
+    def __mul__(self, other: int) -> "Int64":
+        return Int64(int(self) * int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+class Int32(int):
+    def __add__(self, other: int) -> int:
+        return NotImplemented if isinstance(other, Int64) else _in_32_bits(int(self) + int(other))
+
+    def __mul__(self, other: int) -> int:
+        return NotImplemented if isinstance(other, Int64) else _in_32_bits(int(self) * int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def _in_32_bits(value: int) -> Int32:
+    if not -(2**31) <= value < 2**31:
+        raise OverflowError(f"{value} in 32 bits")
+    return Int32(value)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Stands in for a tensor of a kernel."""
+
+    of: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.of.shape)
+
+    def __getitem__(self, place: Any) -> Any:
+        place = place if isinstance(place, tuple) else (place,)
+        found = self.of[tuple(slice(None) if at is None else int(at) for at in place)]
+        if found.ndim:
+            return Held(found)
+        return (Int64 if found.dtype == torch.int64 else Int32)(int(found))
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup on plain integers that know their width."""
+    monkeypatch.setattr(list_rows, "Int32", Int32)
+    monkeypatch.setattr(list_rows, "Int64", Int64)
+
+    def domain_offset(start: int, tensor: Held) -> Held:
+        assert isinstance(start, Int64), "a place in the entries has 64 bits"
+        return Held(tensor.of[int(start) :])
+
+    monkeypatch.setattr(list_rows, "cute", SimpleNamespace(domain_offset=domain_offset))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
+    for seed in range(20):
+        lengths = tuple((seed * b % 4, (seed + b) % 5 + 1) for b in range(6))
+        case = Packed(lengths=lengths, form=form, block=(1, 1), heads=3 if per_head else 1, density=0.6, seed=seed)
+        lists, tables = packed_lists(case)[0], packed_tables(case)
+        before, across = (torch.tensor([0, *accumulate(pair[side] for pair in lengths)]) for side in (0, 1))
+        if form != "padded":
+            lists = as_ragged(lists, "cu_total_m_blocks", across)
+        tensors = SimpleNamespace(**{n: Held(t) if torch.is_tensor(t) else t for n, t in lists._asdict().items()})
+        for batch, (listed, full) in enumerate(tables):
+            for _, head, block in product(*map(range, listed.shape[:3])):
+                row = list_rows.find_row(tensors, Held(before.int()), Int32(batch), Int32(head), Int32(block))
+                for kind, table in (("mask", listed & ~full), ("full", full)):
+                    count = row.count(getattr(tensors, f"{kind}_block_cnt"))
+                    entries = row.entries(getattr(tensors, f"{kind}_block_idx"), full=kind == "full").of[:count]
+                    assert entries.tolist() == rows_of(table[0, head])[block]
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_entries_are_read_in_place_with_their_semaphore_values(rank: int) -> None:
+    """Entries of a slice of a wider table, one that heads share; semaphore values of another layout are copied."""
+    table = torch.arange(2 * 3 * 8, dtype=torch.int32).view(2, 3, 8)
+    idx = table[:, :, 2:6] if rank == 3 else table.view(2, 24)[:, 4:20]
+    lists = BlockSparseTensorsTorch(
+        torch.full((2, 3), 4, dtype=torch.int32), idx, cu_total_m_blocks=torch.tensor([0, 1, 3])
+    )
+    across = torch.tensor([0, 4, 8])
+
+    def rows(lists: Any, tensor: torch.Tensor) -> list[list[list[int]]]:
+        return [[tensor[at : at + 4].tolist() for at in head] for head in lists.cu_block_idx_offsets.tolist()]
+
+    expected = (idx if rank == 3 else idx[:, :12].unflatten(1, (3, 4))).tolist()
+    ragged = as_ragged(lists, "cu_total_m_blocks", across)
+    assert ragged.mask_block_idx.data_ptr() == idx.data_ptr() and rows(ragged, ragged.mask_block_idx) == expected
+    assert ragged.cu_block_idx_offsets.dtype == torch.int64
+    locked = as_ragged(lists._replace(dq_write_order=idx.contiguous() + 1), "cu_total_m_blocks", across)
+    assert rows(locked, locked.mask_block_idx) == expected and rows(locked, locked.dq_write_order - 1) == expected
+    shared = as_ragged(lists._replace(mask_block_idx=idx[:1].expand_as(idx)), "cu_total_m_blocks", across)
+    assert rows(shared, shared.mask_block_idx) == expected[:1] * 2 and shared.mask_block_idx.numel() < idx.numel()
+
+
+def test_ragged_lists_may_share_their_starts(plain: None) -> None:
+    entries = Held(torch.tensor([9, 4, 9, 5, 6]))
+    tensors = SimpleNamespace(
+        mask_block_cnt=Held(torch.tensor([[1, 2]])),
+        mask_block_idx=entries,
+        cu_block_idx_offsets=Held(torch.tensor([[1, 3]])),
+        cu_full_block_idx_offsets=None,
+    )
+    row = list_rows.find_row(tensors, Held(torch.tensor([0, 2])), Int32(0), Int32(0), Int32(1))
+    assert row.entries(entries).of.tolist() == row.entries(entries, full=True).of.tolist() == [5, 6]
+
+
+def test_a_plan_knows_where_ragged_rows_start(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute.bwd_sm90 import query_loop
+
+    monkeypatch.setattr(query_loop, "Int64", Int64)
+    monkeypatch.setattr(query_loop, "Uint32", lambda low: int(low) & 0xFFFFFFFF)
+    start = (3 << 32) + (1 << 31) + 2
+    plan = Held(torch.tensor([[0] * 8, [5, 6, 7, 8, 9, 10, 2 - (1 << 31), 3]]))
+    ragged, padded = (SimpleNamespace(plan=plan, mask_block_idx=SimpleNamespace(shape=s)) for s in ((9,), (1, 1, 3, 3)))
+    plan_tile = query_loop.PlanTile.read(ragged, 1)
+    assert plan_tile == query_loop.PlanTile(5, 6, 7, 8, 9, 10, start)
+    assert query_loop.PlanTile.read(padded, 1).start is None
+    tensors = SimpleNamespace(
+        mask_block_cnt=SimpleNamespace(shape=(1, 3)),
+        mask_block_idx=SimpleNamespace(shape=(9,)),
+        cu_block_idx_offsets=None,  # not looked at
+        cu_full_block_idx_offsets=None,
+    )
+    row = list_rows.find_row(tensors, [0, Int32(3)], 0, 0, Int32(1), plan_tile.start)
+    assert row.starts == (start, start)
+
+
+@pytest.mark.parametrize("offsets", [None, 2**33])
+def test_places_pass_32_bits(offsets: int | None) -> None:
+    """47,000 blocks of 128 are 6 million tokens: with a row of them for each, 32 bits do not do."""
+    lists = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros(1, 2 * 47_000, dtype=torch.int32),
+        mask_block_idx=torch.zeros(1, 1, dtype=torch.int32),
+        cu_total_m_blocks=torch.tensor([0, 47_000, 94_000], dtype=torch.int32),
+        cu_block_idx_offsets=None if offsets is None else torch.tensor([0, offsets, 0]),
+    )
+    starts = as_ragged(lists, "cu_total_m_blocks", torch.tensor([0, 47_000, 94_000])).cu_block_idx_offsets
+    first = 47_000 * 47_000 if offsets is None else offsets
+    assert starts[0, -1] == first + 46_999 * 47_000
+
+
+def built(case: Case) -> list[str]:
+    """The classes of what backward compiles."""
+    x = make_inputs(case)
+    with built_kernels("") as kernels:
+        backward(case, x, x.do, torch.empty(case.B, case.Hq, case.T_q, device="cuda"))
+    return [type(kernel).__name__ for kernel in kernels]
+
+
+def test_dense_calls_keep_the_kernel_for_256(compiler_sm100: Worker) -> None:
+    """It reads no lists: calls with lists take the general one."""
+    dense = compiler_sm100.trace(built, Case(D=256, T_q=700, T_k=700))
+    listed = compiler_sm100.trace(built, Case(D=256, T_q=700, T_k=700, lists="both", block=(128, 128)))
+    assert "BlackwellFusedMultiHeadAttentionBackward" in dense
+    assert "FlashAttentionBackwardSm100" in listed and "BlackwellFusedMultiHeadAttentionBackward" not in listed
+
+
+def compile_forward(case: Case) -> None:
+    forward(case, make_inputs(case))
+
+
+def test_compiles(compiler: Worker) -> None:
+    compiler.trace(compile_forward, Case(mask_mod="thirds", lists="no full"))
+
+
+LONG = {"T_q": 1500, "T_k": 1500, "lists": "both"}
+PAIRED, SINGLE = (256, 256), (256, 128)
+CASES = [
+    (Case(D=128, **LONG, block=PAIRED), True),
+    (Case(D=128, **LONG, block=PAIRED, mask_mod="thirds", Hkv=4, list_heads=4), True),
+    (Case(D=128, T_q=300, T_k=129, lists="full", block=PAIRED, Hkv=1), True),
+    (Case(D=128, **LONG, block=SINGLE, causal=True), False),
+    (Case(D=64, **LONG, block=PAIRED, causal=True), False),
+]
+
+
+def supports(keys: int) -> bool:
+    import torch
+
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, block_sparse_bwd_supports_2cta
+
+    lists = BlockSparseTensorsTorch(*(torch.empty(1, 1, 1, dtype=torch.int32),) * 2, block_size=(256, keys))
+    return block_sparse_bwd_supports_2cta(lists, 128)
+
+
+def test_an_odd_factor_has_no_pairs(compiler_sm100: Worker) -> None:
+    assert [compiler_sm100.trace(supports, 128 * factor) for factor in (1, 2, 3, 4)] == [False, True, False, True]
+
+
+def kernel_with_pairs_over_an_odd_factor() -> None:
+    from flash_attn.cute import interface
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface, "block_sparse_bwd_supports_2cta", lambda tensors, n_block_size: True)
+        compile_case(Case(D=128, T_q=700, T_k=700, lists="both", block=SINGLE))
+
+
+def test_the_kernel_itself_refuses_pairs_over_an_odd_factor(compiler_sm100: Worker) -> None:
+    with pytest.raises(WorkerError, match="kv_subtile_factor % cta_group_size"):
+        compiler_sm100.trace(kernel_with_pairs_over_an_odd_factor)
+
+
+def pairs(case: Case) -> list[bool]:
+    """For each backward kernel of the case, whether it uses pairs of CTAs."""
+    with built_kernels("FlashAttentionBackwardSm100") as kernels:
+        compile_case(case)
+    return [kernel.use_2cta_instrs for kernel in kernels]
+
+
+@pytest.mark.parametrize(("case", "expected"), CASES, ids=str)
+def test_pairs_where_they_are_expected(compiler_sm100: Worker, case: Case, expected: bool) -> None:
+    assert compiler_sm100.trace(pairs, case) == [expected]

@@ -1,7 +1,5 @@
 """Block lists that are wrong in one place: an error that names the place and the value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """SM90 forward over lists with bits and keys on pages: the kernel, refusals, and the bits of keys that lie together."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

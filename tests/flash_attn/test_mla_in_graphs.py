@@ -1,7 +1,5 @@
 """Absorbed MLA (`qv`), which only Blackwell has, as an operator: its host code, with kernels that note their launch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FunctionType

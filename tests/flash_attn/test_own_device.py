@@ -1,7 +1,5 @@
 """Tensors on a GPU that is not the current one, GPUs of several architectures, and a changed environment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SM90 forward over unions of the tokens' own lists, with a bit for each token: forms, refusals, kernels, numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 A call knows of each sequence's offset on the device alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

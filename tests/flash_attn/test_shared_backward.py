@@ -1,7 +1,5 @@
 """Backward calls that share row sums and accumulators: what may be shared, what is launched, and the gradients."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

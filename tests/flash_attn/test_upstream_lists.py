@@ -1,12 +1,6 @@
-"""Every form of block lists and packing that upstream's public functions document, traced from list to gradient.
+"""Lists as upstream's documentation has them are taken, in every form and packing."""
 
-`compute_block_sparsity` makes lists in upstream's own forms, [B, H, rows, n] and, where queries are packed, [H, L] with
-one offset a sequence or none; the two attention functions take exactly what it returns.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, product
@@ -14,9 +8,70 @@ from typing import Any
 
 import pytest
 import torch
+from fa_cases import Case, backward, forward, make_inputs, outputs
 from fa_compile import Worker
+from fa_lists import backward_lists, forward_lists
 from fa_mask_mods import MASK_MODS
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+PACKED = Case(D=128, packed=((300, 300), (1, 129), (700, 640)), lists="both", form="stacked")
+ORDERED = Case(D=128, T_q=700, T_k=900, lists="both", deterministic=True)
+
+
+def less(t: torch.Tensor) -> torch.Tensor:
+    return t.narrow(0, 0, t.shape[0] - 1)
+
+
+def twice(t: torch.Tensor) -> torch.Tensor:
+    return torch.cat([t, t])
+
+
+def nothing(t: torch.Tensor) -> None:
+    return None
+
+
+NO_FULL = dict.fromkeys(("full_block_cnt", "full_block_idx"), nothing)
+FORWARD = [
+    {"cu_total_m_blocks": twice, "cu_block_idx_offsets": twice},
+    {"cu_total_m_blocks": less, "cu_block_idx_offsets": less},
+    NO_FULL | {"dq_write_order_full": lambda _: torch.zeros(1, 1, dtype=torch.int32, device="cuda")},
+]
+BACKWARD = [
+    NO_FULL,
+    {"dq_write_order": lambda t: t.repeat(1, 4, 1, 1)},
+    {"dq_write_order": lambda t: t.narrow(2, 0, 1)},
+]
+
+
+def changed(lists: Any, changes: dict[str, Callable[[torch.Tensor], Any]]) -> Any:
+    return lists._replace(**{name: change(getattr(lists, name)) for name, change in changes.items()})
+
+
+def call(case: Case, number: int) -> None:
+    """A forward or a deterministic backward with lists like that; in a worker, which makes no kernel."""
+    from flash_attn.cute import interface
+
+    x = make_inputs(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface.cute, "compile", lambda *args, **options: None)
+        for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, interface._bwd_preprocess):
+            patch.setattr(function, "compile_cache", {})
+        if case.deterministic:
+            backward(case, x, *outputs(case, x), changed(backward_lists(case)._replace(passes=1), BACKWARD[number]))
+        else:
+            forward(case, x, changed(forward_lists(case), FORWARD[number]))
+
+
+@pytest.mark.parametrize("number", range(len(FORWARD)))
+def test_starts_that_upstream_takes(compiler: Worker, number: int) -> None:
+    compiler.trace(call, PACKED, number)
+
+
+@pytest.mark.parametrize("number", range(len(BACKWARD)))
+def test_orders_that_upstream_takes(compiler_sm100: Worker, number: int) -> None:
+    """SM90, whose deterministic kernel upstream does not have, merges lists first: `test_deterministic_lists.py`."""
+    compiler_sm100.trace(call, ORDERED, number)
+
 
 B, T, HQ, HKV, D = 3, 512, 4, 2, 64
 
@@ -62,7 +117,7 @@ def compute(form: Form, tile: tuple[int, int], **options: Any) -> Any:
         return compute_block_sparsity(*tile, B, form.heads, T, T, mask_mod, aux, "cuda", **options)
 
 
-def call(form: Form) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def documented_call(form: Form) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """q, k, v, and what a call says of their packing."""
     shapes = ((form.packed_q, HQ), (form.k == "packed", HKV), (form.k == "packed", HKV))
     tensors = [
@@ -80,7 +135,7 @@ def from_mask_to_output(form: Form, tile: tuple[int, int]) -> tuple[list[int], t
     from flash_attn.cute.interface import _flash_attn_fwd
 
     lists = compute(form, tile, use_fast_sampling=True)
-    (q, k, v), options = call(form)
+    (q, k, v), options = documented_call(form)
     o, *_ = _flash_attn_fwd(q, k, v, tile_mn=(128, 128), block_sparse_tensors=lists, **options)
     return [t.ndim for t in (lists.mask_block_cnt, lists.mask_block_idx)], tuple(o.shape)
 
@@ -98,7 +153,7 @@ def from_lists_to_gradients(form: Form) -> list[tuple[int, ...]]:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    rows, (q, k, v), options = T // 128, *call(form)
+    rows, (q, k, v), options = T // 128, *documented_call(form)
     width = rows * rows * B if form.k == "packed" else rows
     before = (form.heads, B * rows) if form.k == "packed" else (B, form.heads, rows)
     lists = BlockSparseTensorsTorch(
@@ -119,7 +174,7 @@ def test_lists_reach_gradients(compiler: Worker, form: Form) -> None:
 
 
 def shapes(form: Form) -> tuple[list[tuple[int, ...]], None]:
-    return [tuple(t.shape) for t in call(form)[0]], None
+    return [tuple(t.shape) for t in documented_call(form)[0]], None
 
 
 @pytest.mark.parametrize("rows", [1, 4])

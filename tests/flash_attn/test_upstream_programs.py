@@ -4,8 +4,6 @@ They know nothing of this repository: upstream's names and places of import, its
 block of its sequence), and its function for the order of deterministic adds, called by position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -152,28 +150,28 @@ def compiled(lists: Callable[..., Any], D: int, block: tuple[int, int]) -> tuple
         )
     with noted(ListRow, "entries", dimensions) as backwards:
         gradients = derive(torch.empty_like(out), None)[:3]
-    m_block_at = {"forward": set(forwards), "backward": set(backwards)}
-    return [(tuple(t.shape), t.dtype) for t in gradients], m_block_at
+    visited = {"forward": set(forwards), "backward": set(backwards)}
+    return [(tuple(t.shape), t.dtype) for t in gradients], visited
 
 
 @pytest.mark.parametrize(
     ("D", "lists", "dimensions"), [(64, packed_lists, 1), (128, ordered_lists, 4)], ids=["packed", "deterministic"]
 )
 def test_it_compiles_as_it_is(compiler_sm90: Worker, D: int, lists: Callable[..., Any], dimensions: int) -> None:
-    gradients, m_block_at = compiler_sm90.trace(compiled, lists, D, (128, 128))
+    gradients, visited = compiler_sm90.trace(compiled, lists, D, (128, 128))
     shapes = [(sum(T[side] for T in LENGTHS), H, D) for side, H in ((0, HQ), (1, HKV), (1, HKV))]
     assert gradients == [(shape, torch.bfloat16) for shape in shapes]
-    assert m_block_at == {"forward": {dimensions}, "backward": {dimensions}}, (
+    assert visited == {"forward": {dimensions}, "backward": {dimensions}}, (
         "packed rows are found as ragged ones, padded ones as they are"
     )
 
 
 def test_one_pass_takes_packed_lists_in_order(compiler_sm90: Worker) -> None:
-    gradients, m_block_at = compiler_sm90.trace(compiled, packed_ordered_lists, 128, (128, 128))
+    gradients, visited = compiler_sm90.trace(compiled, packed_ordered_lists, 128, (128, 128))
     assert gradients[0] == ((sum(T_q for T_q, _ in LENGTHS), HQ, 128), torch.bfloat16)
-    assert m_block_at == {"forward": {1}, "backward": {1}}
+    assert visited == {"forward": {1}, "backward": {1}}
 
 
 def test_one_pass_follows_the_order(compiler_sm100: Worker) -> None:
-    _, m_block_at = compiler_sm100.trace(compiled, ordered_lists, 128, (256, 128))
-    assert m_block_at == {"forward": {4}, "backward": {4}}
+    _, visited = compiler_sm100.trace(compiled, ordered_lists, 128, (256, 128))
+    assert visited == {"forward": {4}, "backward": {4}}

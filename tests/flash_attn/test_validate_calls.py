@@ -1,7 +1,5 @@
 """`validate=True`: a wrong list is an error that names its first wrong entry, in every form that lists come in."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

@@ -3,8 +3,6 @@
 Importing this imports the DSL, which looks at the architecture once a process.
 """
 
-from __future__ import annotations
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32

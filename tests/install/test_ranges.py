@@ -28,7 +28,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 RANGES = [Requirement(line) for line in (*PROJECT["dependencies"], *EXTRAS["tools"], *EXTRAS["hf"])]
 INDEX = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--quiet", "setuptools"]
 # transformers, safetensors and matplotlib; a compilation, with the DSL and tvm-ffi.
-TESTS = ("tests/nsa_layer/test_hf.py", "tests/nsa_tools/test_demo.py", "tests/flash_attn/test_fake_tensors.py")
+TESTS = ("tests/nsa_layer/test_hf.py", "tests/nsa_tools/test_demo.py", "tests/flash_attn/test_compiling.py")
 
 
 @pytest.fixture(autouse=True, scope="module")

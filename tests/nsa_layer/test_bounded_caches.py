@@ -15,7 +15,7 @@ from flash_attn.cute.runtime import repeated_calls
 from nsa_layer import NSAConfig, inputs
 from nsa_layer.call_spec import CallTensors
 from nsa_layer.cute import grad_accum
-from nsa_layer.operators import attend_on_kernels
+from nsa_layer.operators import attend
 from nsa_tools.testing.cases import Case, make_inputs
 
 OURS = ("flash_attn.cute", "nsa_layer")
@@ -40,7 +40,7 @@ def step(draw: random.Random) -> None:
     tensors = CallTensors(**given, cu_seqlens=made.cu_seqlens)
     static = dict(softmax_scale=None, max_seqlen=None, causal=True)
     spec = inputs.check_inputs(inputs.Arguments(tensors, case.config, **static))
-    o, _ = attend_on_kernels(tensors, spec=spec)
+    o, _ = attend(tensors, spec=spec)
     torch.autograd.grad(o, list(given.values()), made.do)
     LAUNCHED.clear()
 

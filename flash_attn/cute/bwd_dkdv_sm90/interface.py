@@ -1,13 +1,12 @@
-"""dk and dv of attention where every token has its own list of key blocks, on SM90 and SM100: the same bits every
-time.
+"""dk and dv of attention where every token has its own list of key blocks, on SM90 and SM100: deterministic.
 
-The exact (token, block) pairs are looped over by key block, so nothing is computed that no token asked for: a warpgroup
-keeps 64 keys of one key/value head and gathers the q and do of the tokens that list them, all heads of the group,
+A warpgroup keeps 64 keys of one key/value head and gathers the q and do of the tokens that list them, all heads of the
+group: nothing is computed that no token asked for,
 
     S^T = k q^T,  P^T = exp2(S^T * scale * log2(e) - lse_log2),  dP^T = v do^T,  dS^T = P^T * (dP^T - dpsum),
     dv += P^T do,  dk += dS^T q.
 
-That is 4 of backward's 5 matmuls; dq is left to another kernel. Blocks that many tokens list are cut into work tiles
+That is 4 of backward's 5 matmuls; dq is left to another kernel. Blocks that many tokens list are split into work tiles
 with fp32 partial sums, which a second kernel adds up in a fixed order. `kernel` has both.
 """
 

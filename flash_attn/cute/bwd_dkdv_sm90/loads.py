@@ -1,8 +1,7 @@
 """The two warps that load for a warpgroup of `bwd_dkdv_sm90/kernel`: tiles by TMA, and their row sums.
 
 The heads of a token are neighbours in memory, and the swizzle of shared memory goes by address, so a box of them lands
-at any row of a tile. Rows that no pair fills hold another pair's q and do, or zeros, and an lse_log2 of +inf, which
-makes their P and dS exactly 0.
+at any row of a tile. Rows without a pair hold another pair's q and do, or zeros, and an lse_log2 of +inf: P = dS = 0.
 """
 
 from dataclasses import dataclass

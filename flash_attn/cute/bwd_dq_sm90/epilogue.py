@@ -1,14 +1,11 @@
-"""Prologue and epilogue of a warpgroup's 64 rows of dq: row sums, where dq starts from, and dq in q's dtype.
+"""Prologue and epilogue of a warpgroup's 64 rows of dq: row sums, what dq starts from, and dq in q's dtype.
 
 The accumulator keeps wgmma's registers, for 64 rows by 8 columns, then by thread, then by register: a thread reads its
-own 16 bytes at a time.
+own 16 bytes at a time. Rows of rounded dq are contiguous, but of every 8 columns a thread holds 2: the threads of a
+quad exchange pairs, so that each reads and stores 16 bytes at a time.
 
-Rows of rounded dq are contiguous, but of every 8 columns a thread holds 2: the threads of a quad exchange pairs, so
-that each reads and stores 16 bytes at a time.
-
-Row sums are read, or computed from o and left for the dk and dv pass. `shared_backward` says what they are and how they
-lie. Where they are computed no other kernel has to go before the dq pass: a row's o and do are read by the four threads
-that hold the row's scores, 16 bytes at a time.
+Row sums (`shared_backward`) are read, or computed from o and do and left for the dk and dv pass: then no other kernel
+goes before the dq pass.
 """
 
 import math

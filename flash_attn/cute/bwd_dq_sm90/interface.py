@@ -1,21 +1,17 @@
 """The dq pass of block-sparse backward on SM90: query-stationary, without atomics, the same bits every time.
 
-The one-pass kernel loops queries for every key tile, and has to add each tile's dq to an accumulator in memory. Here it
-is the other way round, as in forward: a CTA keeps 128 queries of one head, loops over the *forward* list of their
-block, and keeps dq in registers,
+A CTA keeps 128 queries of one head, loops over the *forward* list of their block, and keeps dq in registers,
 
     S = q k^T,   P = exp2(S * scale * log2(e) - lse_log2),   dP = do v^T,   dS = P * (dP - dpsum),   dq += dS k.
 
-That is 3 matmuls for the 5 of backward, in place of one of them; dk and dv are left to another kernel. Steps have 128
-keys: of two blocks of 64 each one is loaded into its half of the stage (`fwd_sm90/loads`). `kernel` has the kernel.
+That is 3 of backward's 5 matmuls; dk and dv are left to another kernel. Steps have 128 keys, one block or two of 64.
 
-Of lists with a bit for each token (`lists/query_bits`) a CTA takes one tile: 128 rows of (token, head) pairs of one
-key/value head, or of one query head that has lists of its own. A row whose token does not list a block gets P = 0
-there. SM100 loops these too, with products warp by warp (`multiply.product`).
+Of lists with a bit for each token (`lists/query_bits`) a CTA takes 128 rows of (token, head) pairs of one key/value
+head, or of one query head that has lists of its own; a row whose token does not list a block gets P = 0 there. SM100
+runs these too, with products warp by warp (`multiply.product`).
 
-`dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; its docstring says how they lie. There a
-thread's part of dq lies in the order of its registers, so starting from it takes no shared memory: of the calls that
-share an accumulator this one is the last, and rounds what it finds there with its own part.
+`dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`. A thread's part of dq lies there in the
+order of its registers. Of the calls that share an accumulator this one is the last, and rounds the sum.
 """
 
 import math
@@ -65,12 +61,7 @@ def lists_of_queries(
 ) -> NamedTuple:
     """Forward lists as the kernel takes them: checked, and normalised.
 
-    Args:
-        q, k, lists, max_seqlen_q: as in `backward_dq`.
-        cu_seqlens, seqused: of queries and of keys.
-
-    Raises:
-        ValueError: lists that do not fit the call.
+    q, k, lists, max_seqlen_q: as in `backward_dq`. cu_seqlens, seqused: of queries and of keys.
     """
     packed, heads = cu_seqlens[0] is not None, ListHeads.of(lists, q.shape[-2], k.shape[-2])
     normalize = normalize_block_sparse_config

@@ -40,10 +40,8 @@ def tma_of_rows(
 def load_rows(sources: tuple[cute.Tensor, ...], slots: tuple[cute.Tensor, ...], mask: KeyMask, group: Int32):
     """Load the warpgroup's rows without TMA; those past the end keep what the slots hold.
 
-    Args:
-        sources: [T, D, Hq] of the sequence, each.
-        slots: [ROWS, D] of shared memory, each; nothing reads them any more.
-        group: the warpgroup's number.
+    sources: [T, D, Hq] of the sequence, each. slots: [ROWS, D] of shared memory, each; nothing reads them any more.
+    group: the warpgroup's number.
     """
     columns = sources[0].shape[1] // VECTOR
     cute.arch.barrier(barrier_id=ROWS_LOADED + group, number_of_threads=THREADS)

@@ -43,20 +43,20 @@ class DqSpec:
     head_dim: int
     block_k: int
     group: int
-    list_group: int
     subtiles: int
     edges: tuple[bool, bool]
     packed: tuple[bool, bool]
-    seqused: tuple[bool, bool]
     offset: bool
-    from_accum: bool
-    onto_dq: bool
-    sums: bool
-    start: int
     words: int
     packed_heads: int
     stay: bool
     by_warp: bool
+    list_group: int = 1
+    seqused: tuple[bool, bool] = (False, False)
+    from_accum: bool = False
+    onto_dq: bool = False
+    sums: bool = False
+    start: int = ROWS
 
     @property
     def stages(self) -> int:

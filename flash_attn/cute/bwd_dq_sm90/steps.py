@@ -1,10 +1,9 @@
 """A warpgroup's steps over a tile's key blocks in the dq pass: products, which the two warpgroups issue alternately.
 
-Both warpgroups loop over the same steps, so both reach each barrier equally often, and both release all stages.
-
-Where entries have bits, a warpgroup multiplies only blocks that one of its tokens lists. A step with both is done as
-without bits, the one before added to dq meanwhile. One with one block is done by itself, one with none passed by.
-Where products go warp by warp, which takes registers for their operands, every block is done by itself.
+Both warpgroups loop over the same steps, so both reach each barrier equally often, and both release all stages. Where
+entries have bits, a warpgroup multiplies only blocks that one of its tokens lists: a step with both as without bits, a
+step with one block by itself, a step with none is skipped. Where products go warp by warp every block is done by
+itself.
 """
 
 from dataclasses import dataclass

@@ -1,22 +1,14 @@
 """Accumulators of backward: dq without zero-filling (first writer), and a conversion that adds to its output.
 
-**First writer.** The first CTA to reach a query tile stores, the others add. SM90 backward has a CTA per key tile, and
-each adds what it has for a query tile to an fp32 accumulator that a kernel before it has set to zero: as many bytes as
-reading o and do takes. Under compressed-causal masking it is known beforehand who may come first: the last key tile
-that sees anything of the query tile. Key tiles whose edge lies further up start further up, so where all loop upwards
-at one pace that one arrives no later than any other. It stores its tile and raises a flag, and whoever adds waits for
-the flag. A query tile that no key tile sees is left for the kernel before to clear.
+**First writer.** The first CTA to reach a query tile stores its part of dq, the others add: no kernel has to clear the
+accumulator before. Under compressed-causal masking it is known who comes first: the last key tile that sees anything of
+the query tile. It stores, then raises a flag, int32 [query tiles, 1, heads, batch], which whoever adds waits for. Key
+tiles are launched from the last to the first, so a CTA only waits for one launched before it. Query tiles that no key
+tile sees are cleared by the kernel before. One thread of a warp issues copies, waits for them, and handles flags.
 
-Waiting is safe since key tiles are launched from the last to the first: a CTA only ever waits for one
-that was launched before it, and the writer of a query tile waits for nobody there.
-
-Flags are int32, [query tiles, 1, heads, batch]: 0 until the tile is written. One thread of a warp (the
-one that elect_one names) issues the copies, waits for them, raises the flags and looks at them.
-
-**Adding conversion.** The conversion turns a tile of an fp32 accumulator into the output's dtype. To add, it brings the
-output's tile into shared memory while it waits for the accumulator, reads it with the threads that hold the
-accumulator, and rounds the sum: one pass over the output, one rounding. Rows and columns past the output's end are
-neither read nor written.
+**Adding conversion.** To add while it rounds a tile of an fp32 accumulator, the conversion brings the output's tile
+into shared memory while it waits for the accumulator: one pass over the output, one rounding. Rows and columns past the
+output's end are neither read nor written.
 """
 
 import cutlass

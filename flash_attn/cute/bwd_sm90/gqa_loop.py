@@ -1,14 +1,10 @@
-"""The query tiles that the CTA of a key tile loops in SM90 backward for several query heads.
+"""The query tiles that the CTA of a key tile loops over in SM90 backward for several query heads.
 
-A key tile's loop under a short window is a few query tiles long, and around it stand the loads of k and v before
-and the sums of dk and dv after. Query heads of one key/value head have the same k and v and add to the same dk and
-dv: a CTA that loops over the query tiles of one such head after the other pays for what stands around once.
-
-All warp roles of a CTA loop over the same heads and tiles in the same order: all tiles of a head before the next head,
-so that CTAs of neighbouring key tiles, which are launched together, read the same queries out of the L2. All tiles are
-masked: a second loop body for those inside the window costs more than their masks do.
-
-With block lists, which the heads of a CTA share, each head's loop is that of `query_loop`; dq is another kernel's.
+Query heads of one key/value head have the same k and v and add to the same dk and dv: a CTA that loops over the query
+tiles of several heads loads k and v and stores dk and dv once. Under a short window, where loops are a few tiles long,
+that pays. All warp roles take all tiles of a head before the next head, so that CTAs of neighbouring key tiles read the
+same queries out of the L2. All tiles are masked: a second loop body costs more than masks do. With block lists, which
+the heads of a CTA share, each head's loop is that of `query_loop`; dq is another kernel's.
 """
 
 from dataclasses import dataclass

@@ -1,17 +1,13 @@
-"""Turns in deterministic backward on SM90: CTAs that add to the same dq, or to the same dk and dv, do so in an order.
+"""Ordered reduction in deterministic backward on SM90: CTAs add to the same dq, or to the same dk and dv, in an order.
 
 A counter for each query tile and head, and one for each key tile, says how many have added. Whoever adds waits for the
-counter, lets its copies arrive in memory, and counts up: 2 us from one to the next, which is what the products of a
-query tile take. Two warps therefore add every other query tile's dq of a CTA: while one waits for its copies to arrive,
-the other adds the next tile. The tile in shared memory is free as soon as copies have read it, as without an
-order.
+counter, lets its copies arrive in memory, and counts up: 2 us from one to the next, the time of a query tile's
+products. Two warps therefore alternate over a CTA's tiles of dq. The tile in shared memory is free as soon as copies
+have read it. A third warp adds dk and dv, which the warpgroups leave where q, v, k and do were: counting up in the
+warpgroups' own code may serialise their products (1.25 times the time).
 
-A third warp adds dk and dv, which the warpgroups leave where q, v, k and do were. Counting up in the warpgroups' own
-code may have the compiler wait for each of their products by itself, which takes 1.25 times as long.
-
-With block lists, and with positions of queries, one warp adds dq, and the warpgroups dk and dv. Key tiles add from the
-first to the last, or in compressed-causal attention of one length the other way round (`accumulators`), in the order of
-their launch: a CTA only ever waits for one that was launched before it.
+With block lists, and with positions of queries, one warp adds dq, and the warpgroups dk and dv. Key tiles add in the
+order of their launch: a CTA only ever waits for one that was launched before it.
 """
 
 import cutlass

@@ -1,17 +1,13 @@
-"""The query tiles that the CTA of a key tile loops in block-sparse backward on SM90.
+"""The query tiles that the CTA of a key tile loops over in block-sparse backward on SM90.
 
-All warp roles of a CTA loop over the same tiles in the same order: one loads q and do, the warpgroups
-multiply, one adds dq to memory. What is masked and what is full is one loop, in which each entry
-says which of the two it is. An entry is read from memory while the one before it is worked on, so
-that no role waits for the list.
+All warp roles of a CTA loop over the same tiles in the same order: one loads q and do, the warpgroups multiply, one
+adds dq to memory. Mask and full blocks are one loop, and each entry says which of the two it is. An entry is read while
+the one before it is worked on. Without a plan a CTA loops over the whole list of a key tile and query head; a plan
+(`backward_plan`) has work tiles instead, ranges of such lists in any order.
 
-Without a plan a CTA loops over the list of one key tile and one query head from its first entry to its
-last. A plan (`backward_plan`) deals out work tiles instead: ranges of such loops, in any order.
-
-A block of the lists may hold several of the kernel's tiles; tiles past the end of the queries are
-listed with their block and skipped. In deterministic mode each entry has a semaphore value besides: how
-many key tiles add to the dq of these queries before this one does. The loop is then in the order
-that `write_order.sorted_entries` defines, so that a CTA starts where it is first in line.
+A block may hold several of the kernel's tiles; tiles past the end of the queries are skipped. In deterministic mode an
+entry also has a semaphore value, how many key tiles add to the dq of these queries first, and entries come in the order
+of `write_order.sorted_entries`.
 """
 
 from dataclasses import dataclass

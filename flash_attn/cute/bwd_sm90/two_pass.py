@@ -1,15 +1,12 @@
 """Rules for SM90 backward: query heads of a CTA under a window, and one pass or two over block lists.
 
-Under a window (`gqa_loop`) a CTA that loops over more heads pays less often for what stands around a loop, but there
+Under a window (`gqa_loop`) a CTA that loops over more heads loads k and v, and stores dk and dv, less often. But there
 are fewer CTAs, and the last of them leave multiprocessors idle for longer.
 
-Block-sparse backward in two passes: dk and dv over the lists of the keys, dq over those of the queries.
-
-In one pass a CTA stays on a block of keys and adds its parts of dq to fp32 memory, which is what bounds it where lists
-are sparse, and what has to be put in order where bits have to repeat. The first of two passes is that kernel without
-dq: four products for five, nothing added to dq, none of its semaphores. The second one (`bwd_dq_sm90/interface`) stays
-on a block of queries, reads the lists of forward, and stores dq in its own dtype. Neither depends on an order of adds
-to dq, so deterministic lists need no semaphore values. docs/block_sparsity.md has the times that the rule rests on.
+Block-sparse backward in one pass adds its parts of dq to fp32 memory, which bounds it where lists are sparse and has to
+be ordered where bits have to repeat. In two passes the first is that kernel without dq, and the second
+(`bwd_dq_sm90/interface`) stays on a block of queries, reads the lists of forward and stores dq in its own dtype: no
+order of adds, no semaphore values. docs/block_sparsity.md has the times behind the rule.
 """
 
 import math
@@ -45,12 +42,9 @@ def window_heads_per_cta(
 ) -> int:
     """Query heads of one key/value head that a CTA loops over, in a call without lists.
 
-    Args:
-        window: (left, right); None: without an end on this side.
-        tokens: (queries, keys) of a sequence, packed: of all.
-        batch: how many sequences of as many tokens there are, packed: 1.
-        heads: (Hq, Hkv).
-        tile: queries and keys of the kernel's.
+    window: (left, right); None: without an end on this side. tokens: (queries, keys) of a sequence, packed: of all.
+    batch: how many sequences of as many tokens there are, packed: 1. heads: (Hq, Hkv). tile: queries and keys of the
+    kernel's.
     """
     if window == (None, None):
         return 1
@@ -112,15 +106,9 @@ def takes(
 ) -> bool:
     """True if a call of backward takes two passes.
 
-    Args:
-        passes: 1 or 2 where the caller says so; None for what the backward lists say in their field of that name, or
-            the faster way if they do not.
-        forward, backward: the block lists of both directions.
-        alone: arguments that one pass alone can do with, where they are given.
-
-    Raises:
-        ValueError: passes is something else, or 2 with an argument of one pass.
-        NotImplementedError: passes is 2 for lists, tensors or an architecture that cannot.
+    passes: 1 or 2 where the caller says so; None for what the backward lists say in their field of that name, or the
+    faster way if they do not. forward, backward: the block lists of both directions. alone: arguments that one pass
+    alone can do with, where they are given.
     """
     if passes is None and backward is not None:
         passes = backward.passes
@@ -163,13 +151,7 @@ def _unsupported(arch: int, q: torch.Tensor, v: torch.Tensor, forward: Any, back
 def lists_of_keys(arch: int, lists: Any, **alone: Any) -> Any:
     """The lists of a backward pass that leaves dq out: nothing in them is ordered by what is added to dq.
 
-    Args:
-        lists: backward lists, the call's `block_sparse_tensors`.
-        alone: arguments that come with dq only.
-
-    Raises:
-        NotImplementedError: another architecture than SM90, or no lists.
-        ValueError: an argument that comes with dq.
+    lists: backward lists, the call's `block_sparse_tensors`. alone: arguments that come with dq only.
     """
     if arch // 10 != SM90 or lists is None:
         given = "without block lists" if lists is None else f"on sm_{arch}"
@@ -183,12 +165,7 @@ def lists_of_keys(arch: int, lists: Any, **alone: Any) -> Any:
 
 
 def heads_per_cta(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor, *, without_dq: bool) -> int:
-    """Query heads of one key/value head that a CTA of backward with block lists loops over: one, or all there are.
-
-    Raises:
-        NotImplementedError: a plan for groups, in one pass.
-        ValueError: a plan for groups whose query heads have lists of their own.
-    """
+    """Query heads of one key/value head that a CTA of backward with block lists loops over: one, or all there are."""
     Hq, Hkv = q.shape[-2], v.shape[-2]
     if not backward.plan_per_group:
         return Hq // Hkv if without_dq and loops_over_group(forward, backward, q, v) else 1

@@ -1,14 +1,9 @@
 """Compressed-causal masking: key j is visible to query t iff j * factor + offset <= t.
 
-Keys stand for blocks of tokens: key j for the tokens up to j * factor + offset. Positions count from
-each sequence's start (top-left aligned), in packed sequences too; offsets may be negative, for
-queries that are the last of a longer context, which each sequence may also say for itself, on the
-device (q_offset). Everything follows from two functions of (factor,
-offset): how many keys a row sees, and the first row that sees a key. Visible keys are a prefix of
-the keys and visible rows a suffix of the rows, so the tiles that a kernel has to visit are ranges.
-
-The kernels take factor and offset as run-time values: one compiled kernel serves them all, and the compile key says
-only that there are such values.
+Key j stands for the tokens up to j * factor + offset. Positions count from each sequence's start, in packed sequences
+too; offsets may be negative, for queries that are the last of a longer context, also by sequence on the device
+(q_offset). Visible keys are a prefix of the keys and visible rows a suffix of the rows, so the tiles to visit are
+ranges. Kernels take factor and offset as run-time values: one compiled kernel serves them all.
 """
 
 from numbers import Integral
@@ -73,11 +68,7 @@ UNSUPPORTED = {
 
 
 def refuse_unsupported(compress: Optional[CompressArgs], arch: int, **asked: bool) -> None:
-    """Check a call against UNSUPPORTED; `asked` says which of its features the call uses.
-
-    Raises:
-        NotImplementedError: compressed-causal masking together with one of them.
-    """
+    """Check a call against UNSUPPORTED; `asked` says which of its features the call uses."""
     if compress is None:
         return
     asked = {**asked, "sm80": arch // 10 == 8, "sm120": arch // 10 == 12}

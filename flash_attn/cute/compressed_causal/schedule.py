@@ -1,11 +1,8 @@
 """Tiles and shares of queries of the SM90 kernels under the compressed-causal mask.
 
-There are few keys and many queries. In forward a CTA sees a handful of key tiles, so what counts is
-how little of the last one is wasted and how many queries share it. In backward a CTA holds a key
-tile and loops over all later queries: with few key tiles most multiprocessors would idle, and every loop
-would read all queries from memory. Sharing a key tile's queries among CTAs mends both, since CTAs
-of neighbouring key tiles then loop the same short range of queries at the same time, out of the
-L2. Where the factor is 1 there are as many keys as queries, and the kernels' own choices hold.
+There are few keys and many queries. Forward takes tiles that waste little of the last key tile. In backward a CTA holds
+a key tile and loops over all later queries: CTAs share a key tile's queries, so that multiprocessors are busy and CTAs
+of neighbouring key tiles read the same queries out of the L2. Where the factor is 1 the kernels' own choices hold.
 `docs/compress_factor.md` has the measurements.
 """
 

@@ -1,14 +1,9 @@
 """Loop over a query tile's key blocks and loads of it, in the dq pass and in forward by `two_block_steps`.
 
-All warps of a CTA loop over the same blocks in the same order: mask blocks from the first to the last, then
-full ones. A step of the loop is `STEP` keys: one block of 128, or two of 64 that need not be neighbours; one block of
-64 in forward by `own_blocks`.
-Where two do not come out even, the last step's second block is missing: its half of the step is loaded
-with the first block once more, so that nothing undefined is multiplied, and hidden by the mask.
-Lists of `BIT_ROWS` rows of packed heads have a bit for each of their tokens beside an entry (`KeyMask.lists`).
-
-Tiles of q and do go to a warpgroup, blocks of k and v to their part of a stage. A caller binds a loader to a tile, and
-calls it once for the tile's queries, and for the keys of every step.
+All warps of a CTA loop over the same blocks in the same order: mask blocks, then full ones. A step is `STEP` keys: one
+block of 128, or two of 64 that need not be neighbours; one block of 64 in forward by `own_blocks`. Where the last
+step's second block is missing, the first is loaded once more and hidden by the mask. Tiles of q and do go to a
+warpgroup, blocks of k and v to their part of a stage; a caller binds a loader to a tile and calls it for each step.
 """
 
 from dataclasses import dataclass

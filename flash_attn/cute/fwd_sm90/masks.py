@@ -1,24 +1,17 @@
 """Masks of scores in forward over block lists, and in the dq pass: at edges only.
 
-`KeyMask` masks Hopper's steps of two blocks and the dq pass. `TailMask` is every other forward's, SM100's too.
+`KeyMask` (SM90's steps of two blocks, the dq pass): the 64 queries of a warpgroup against a key block, in wgmma's
+registers: a thread holds two rows, 8 apart, and of every 8 columns two neighbouring ones. The end of the keys, the
+causal edge and a window leave a range of keys to each row, so a row of registers is masked with the bits of one word.
+`sees_all` is the same for all threads of a warpgroup: a block without an edge costs a comparison or two.
 
-**KeyMask**: the 64 queries of a warpgroup against a key block, in wgmma's registers of scores. A thread holds two rows,
-8 apart, and of every 8 columns two neighbouring ones. What hides keys from a row without asking a mask_mod (the end of
-the keys, the causal edge, a window) is a range of keys for each row, so a row of registers is masked with the bits of
-one word. `sees_all` is the same for all threads of a warpgroup: a block that no edge runs through costs a comparison or
-two.
+`TailMask` (every other forward, SM100's too): the block that the sequence ends in can be any entry of a list. Its
+number tells, uniformly over the CTA, and other blocks pay for nothing else.
 
-**TailMask**: a list of key blocks may come in any order, so the block that the sequence ends in can be any entry, not
-only the one a kernel visits first. Which one it is shows in the block's number alone: the test is uniform over the CTA,
-and a block inside the sequence pays for nothing else.
-
-A branch inside a step, around its mask, stands between the products in flight and the softmax, and costs as much as
-masking every block: 6 to 10 % of the time, whether it is ever taken. So Hopper's `loop_over_list` has the code twice,
-and the branch where nothing is in flight:
-
-- around the loop, where only the end of the keys could hide some of them (and a mask_mod): if all sequences are of one
-  length, and it ends with a block, none is hidden;
-- around a step (`OpenStep`), where every block may have an edge: with causal, or a window.
+A branch around a step's mask stands between the products in flight and the softmax, and costs 6 to 10 % of the time. So
+`loop_over_list` branches where nothing is in flight: around the loop, where only the end of the keys could hide some of
+them (none, if all sequences have one length that ends with a block), or around a step (`OpenStep`), with causal or a
+window.
 """
 
 from dataclasses import dataclass, replace
@@ -100,11 +93,8 @@ class KeyMask:
     ) -> None:
         """Set to -inf what a block's keys may not give.
 
-        Args:
-            scores: [2 rows, registers of a row].
-            key: the block's first.
-            asked: whether the mask_mod counts here.
-            at: the block's first column among the scores'. width: keys of the block.
+        scores: [2 rows, registers of a row]. key: the block's first. asked: whether the mask_mod counts here. at: the
+        block's first column among the scores'. width: keys of the block.
         """
         if const_expr(self.mask_mod is not None):
             if asked and key < self.seqlen.seqlen_k:
@@ -299,10 +289,8 @@ class OpenStep:
 def loop_over_list(loop: Callable, step: Callable, state: Any, tail: TailMask, edges: Optional[KeyMask]) -> Any:
     """A kernel's loop over the blocks of a row, 128 keys at a step.
 
-    Args:
-        loop: of the kernel: takes ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``.
-        step: of the kernel, over one block.
-        edges: of the warpgroup's rows; None for edges that a `KeyMask` does not know.
+    loop: of the kernel: takes ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``. step: of the kernel, over
+    one block. edges: of the warpgroup's rows; None for edges that a `KeyMask` does not know.
 
     Returns:
         the next state, and whether there was a block.

@@ -131,10 +131,8 @@ def _step(
 ) -> Any:
     """One block or two, as there are masks. Returns the state of the last one, whose values are still to be multiplied.
 
-    Args:
-        values: the state of the block before. state: of the first block.
-        between: blocks of others between the two.
-        look_ahead: what to find out while products are under way.
+    values: the state of the block before. state: of the first block. between: blocks of others between the two.
+    look_ahead: what to find out while products are under way.
     """
     pipeline_k, pipeline_v = own.pipelines
     two = len(masks) == 2
@@ -172,8 +170,7 @@ def _step(
 def compute_blocks(own: OwnBlocks, products: Products, state: Any, first_step: Callable, last_product: Callable):
     """A warpgroup: all blocks of a tile.
 
-    Args:
-        first_step, last_product: of the kernel: scores of the first block; the last one's product with v.
+    first_step, last_product: of the kernel: scores of the first block; the last one's product with v.
 
     Returns:
         the next state, and whether there was a block.

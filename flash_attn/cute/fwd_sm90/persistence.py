@@ -1,11 +1,8 @@
 """Rules for persistent CTAs in SM90 forward: short rows of block lists, short windows, compressed keys.
 
-With lists of a few blocks a CTA to a tile spends as long waiting for its queries, its list and the way out of its
-output as a long loop takes for several blocks. In a window of a few hundred keys, or with few compressed keys, it is
-the same however long the sequence is. There CTAs stay and loop over the tiles (`persistent_scheduler`).
-
-Tiles are dealt out by their number alone, so lists of very different lengths would end unevenly. Only their width is
-known without waiting for the GPU: where rows have room for more than `MOST_ENTRIES` a CTA to a tile stays.
+Where a tile visits few keys, waiting for queries, list and output takes as long as the work. There CTAs stay and loop
+over tiles (`persistent_scheduler`), by their number alone: lists of very different lengths would end unevenly. Only
+their width is known without waiting for the GPU: above `MOST_ENTRIES` each tile has a CTA of its own.
 """
 
 import math
@@ -85,10 +82,8 @@ def window_tile(
 
     Keys are few, as under the compressed-causal mask, and so the tile is the same. None: the kernel's own choice.
 
-    Args:
-        packed_heads: how many query heads share the rows of a tile.
-        window: (left, right); None: without an end on this side.
-        plain: one length for all sequences, and nothing but the window that hides or changes scores.
+    packed_heads: how many query heads share the rows of a tile. window: (left, right); None: without an end on this
+    side. plain: one length for all sequences, and nothing but the window that hides or changes scores.
     """
     shape = compress_schedule.forward_tile(head_dim, head_dim_v, packed_heads, plain)
     if shape is None:
@@ -107,10 +102,9 @@ def overlapped_stages(
     """In how many stages of keys and values SM90 forward lets one tile's loads and stores run under another's
     arithmetic; 0 where it does not.
 
-    Args:
-        compress: with a factor of 1 there are as many keys as queries, and long loops.
-        lists: as normalised. Those of packed sequences do not overlap.
-        window: (left, right); None: without an end on this side, or not under a plain window at all.
+    compress: with a factor of 1 there are as many keys as queries, and long loops. lists: as normalised. Those of
+    packed sequences do not overlap. window: (left, right); None: without an end on this side, or not under a plain
+    window at all.
     """
     if lists is not None:
         few = tile.head_dim <= MOST_HEAD_DIM and lists.mask_block_cnt.ndim == 3 and has_short_rows(lists)

@@ -1,12 +1,9 @@
 """SM90 forward over block lists in steps of 128 keys: a block of 128, or two of 64 that need not be neighbours.
 
-With a tile of 64 keys the first product reads as much of shared memory as it has time for, and every step's waiting and
-rescaling stands against half the arithmetic. So two blocks share a tile: each is loaded into its half, as in the dq
-pass, whose loop, loads and mask these are (`loads`, `masks`). A block is masked only where an edge runs
-through it.
-
-What all of the loads, and all of the warpgroups, have to agree on is the loop. Everything between two steps is the
-kernel's own.
+With a tile of 64 keys the first product waits for shared memory, and every step's rescaling stands against half the
+arithmetic. So each of two blocks is loaded into its half of a tile, as in the dq pass, whose loop, loads and mask these
+are (`loads`, `masks`). Loads and warpgroups have to agree on the loop; everything between two steps is the kernel's
+own.
 """
 
 from dataclasses import dataclass
@@ -79,10 +76,8 @@ def compute_steps(
 ):
     """A warpgroup: all steps of a tile.
 
-    Args:
-        first_step, one_step, last_product: of the kernel: scores of the first step; of a step, while the one before is
-            multiplied with v; the last one's product with v.
-        add_product: the product with v, for `one_step`.
+    first_step, one_step, last_product: of the kernel: scores of the first step; of a step, while the one before is
+    multiplied with v; the last one's product with v. add_product: the product with v, for `one_step`.
 
     Returns:
         the next state, and whether there was a step.

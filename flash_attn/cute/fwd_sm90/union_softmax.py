@@ -1,11 +1,9 @@
 """Online softmax whose rows do not depend on what is loaded for other rows of their tile.
 
-Over a union of tokens' lists (`lists.query_bits`) other tokens decide which blocks a warpgroup visits between those of
-a token. A row's maximum is that of the blocks that it lists itself, so far, and maxima of a row are integers apart in
-base 2: going from one to another is exact. A block that a row does not list changes nothing, and hiding it takes one
-number, not a mask of its scores. A warp without a row that lists the block passes it by.
-
-Causality follows, bit by bit, where entries are in ascending order: the blocks that later tokens list are among those.
+Over a union of tokens' lists (`lists.query_bits`) a row's maximum is that of the blocks that it lists itself, and
+maxima of a row are integers apart in base 2, so rescaling is exact. A block that a row does not list changes nothing,
+and a warp without a row that lists the block skips it. Causality follows, bit by bit, where entries are in ascending
+order.
 """
 
 from __future__ import annotations

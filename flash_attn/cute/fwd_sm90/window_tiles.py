@@ -1,9 +1,8 @@
 """Tiles of keys of SM90 forward in a short window: counted from where the window of a tile's last query ends.
 
-Tiles at multiples of their width reach over both ends of what a tile of queries sees, together by a tile on average.
-Here each tile of queries has an origin of its own among the keys, such that a tile of keys ends where its last query
-sees none any more: only the other end is covered in part. Positions alone decide, so no bit of a row depends on what
-follows it. From then on keys count from the origin: ranges of tiles and masks need not know.
+Tiles at multiples of their width reach over both ends of what a tile of queries sees. Here each tile of queries has an
+origin of its own among the keys, such that a tile of keys ends with the last query's window. Positions alone decide, so
+no bit of a row depends on what follows it. From then on keys count from the origin.
 """
 
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """Forward over unions of the tokens' own lists (`lists/query_bits`) for SM100, whose own forward reads no bits.
 
-It is made of the parts of SM90's: tiles, loop, loads and masks of the dq pass, and the softmax whose rows do not depend
-on what others list (`fwd_sm90/union_softmax`). Products go warp by warp (`multiply.product`), which is right but slow:
-a kernel on tcgen05 would be the next step.
+Tiles, loop, loads and masks are those of the dq pass, the softmax is SM90's (`fwd_sm90/union_softmax`). Products go
+warp by warp (`multiply.product`), which is right but slow.
 """
 
 import math
@@ -17,7 +16,6 @@ from flash_attn.cute.bwd_dq_sm90.spec import DqSpec, unsupported
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
-from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
@@ -74,16 +72,10 @@ def forward_unions(
         head_dim=q.shape[-1],
         block_k=query_bits.BIT_KEYS,
         group=group,
-        list_group=1,
         subtiles=normalized.q_subtile_factor,
         edges=(left is not None, right is not None),
         packed=packed,
-        seqused=(False, False),
         offset=q_offset is not None,
-        from_accum=False,
-        onto_dq=False,
-        sums=False,
-        start=ROWS,
         words=words,
         packed_heads=query_bits.rows_of_token(ListHeads.of(lists, q.shape[-2], k.shape[-2]), group),
         stay=words == 1,

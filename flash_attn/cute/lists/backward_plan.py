@@ -1,15 +1,12 @@
 """Work tiles of block-sparse SM90 backward: ranges of key blocks' lists of about equal length, in launch order.
 
-Without a plan there is a CTA for each key block and query head. That waits where lists are uneven: a key block that all
-queries list, as the first one often is, keeps one CTA busy long after all others have finished. A plan's work tiles are
-ranges of at most `longest` entries of one key block's loop, so many CTAs share a long one. They lie in one row for
-all heads and batches, head by head: what the CTAs in flight read and add to then stays in the L2. A work tile is of one
-query head, or of all that a key/value head has, one after the other. PyTorch only; the kernel's side is `query_loop`.
+Without a plan there is a CTA for each key block and query head, and one that all queries list keeps its CTA busy long
+after the others. A work tile of a plan has at most `longest` entries of one key block's list, of one query head or of
+all of a key/value head. Work tiles lie head by head: what the CTAs in flight read and add to stays in the L2.
 
-Work tiles add to dk and dv by their ranks and, in deterministic mode, to dq by semaphore values: after the work tiles
-of the same key block that come before, and after those of key blocks that come earlier in the schedule. Every wait has
-to point to a work tile launched earlier: one that is launched later may not start until the others are done.
-`check_work_tiles` checks that on request.
+They add to dk and dv by rank and, in deterministic mode, to dq by semaphore value. Every wait has to point to a work
+tile launched earlier, since a later one may not start until the others are done; `check_work_tiles` checks that on
+request. PyTorch only; the kernel's side is `query_loop`.
 """
 
 from __future__ import annotations
@@ -203,15 +200,8 @@ def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, wai
 def check_plan(lists: Any, arch: int, *, batch: int, packed_k: bool) -> None:
     """Refuse a plan that a call cannot follow.
 
-    Args:
-        lists: backward lists as the caller gave them.
-        batch: sequences of the call.
-        packed_k: whether their keys lie one after the other.
-
-    Raises:
-        NotImplementedError: another architecture than SM90; or padded lists of packed sequences, whose rows past a
-            sequence's end a plan would launch.
-        ValueError: padded lists, and so their plan, of another number of sequences; or see `check_form`.
+    lists: backward lists as the caller gave them. batch: sequences of the call. packed_k: whether their keys lie one
+    after the other.
     """
     if lists.plan is None:
         return
@@ -234,11 +224,7 @@ def check_plan(lists: Any, arch: int, *, batch: int, packed_k: bool) -> None:
 
 
 def check_form(lists: Any) -> None:
-    """Refuse a plan whose type, shape or device `plan_backward` does not give these lists.
-
-    Raises:
-        ValueError: another type, shape or device.
-    """
+    """Refuse a plan whose type, shape or device `plan_backward` does not give these lists."""
     plan, device = lists.plan, lists.mask_block_idx.device
     columns = 8 if lists.mask_block_idx.ndim == 1 else 6
     fits = plan.ndim == 2 and plan.shape[0] > 0 and plan.shape[1] == columns and plan.stride(1) == 1
@@ -279,11 +265,7 @@ class _WorkTiles:
 def check_work_tiles(lists: Any, num_heads: int, num_heads_kv: int) -> None:
     """Check that work tiles deal out what key blocks list, each entry once, and that none waits for one launched later.
 
-    Args:
-        lists: backward lists with a plan.
-
-    Raises:
-        ValueError: naming the first work tile that is wrong.
+    lists: backward lists with a plan.
     """
     check_form(lists)
     heads = num_heads_kv if lists.plan_per_group else num_heads

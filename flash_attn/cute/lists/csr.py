@@ -36,13 +36,8 @@ def packed_rows(
 ) -> Rows:
     """Lists of packed sequences as rows, with one head where all heads share them.
 
-    Args:
-        rows_before: the field with the rows before each sequence, of backward lists or of forward ones.
-        cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
-
-    Raises:
-        ValueError: lists of another form or of heads that do not go together, or the starts of sequences or rows are
-            missing or do not fit.
+    rows_before: the field with the rows before each sequence, of backward lists or of forward ones. cu_total_m_blocks:
+    [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
     """
     check_lists(fields(lists), packed=True)
     before = getattr(lists, rows_before)

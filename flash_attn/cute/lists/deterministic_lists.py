@@ -23,14 +23,9 @@ def prepare(
 ) -> Any:
     """Check what backward on `arch` needs besides the blocks, and merge both kinds for SM90 where order matters.
 
-    Args:
-        seqlen_q: queries of the longest sequence; a tensor where the host does not know it.
-        block_q: queries of a block.
-        cu_seqlens_q, seqused_q: int32 [B + 1] and [B], of packed sequences: where they start, and how many of their
-            queries are there. None: all have `seqlen_q`.
-
-    Raises:
-        ValueError: see `require_write_order` and `merged_lists`; or a plan that was made for another mode.
+    seqlen_q: queries of the longest sequence; a tensor where the host does not know it. block_q: queries of a block.
+    cu_seqlens_q, seqused_q: int32 [B + 1] and [B], of packed sequences: where they start, and how many of their queries
+    are there. None: all have `seqlen_q`.
     """
     if lists.plan is not None:
         if deterministic and lists.dq_write_order is None:
@@ -56,11 +51,6 @@ def require_write_order(lists: Any) -> Any:
     """The lists with semaphore values expanded to the shape of the index lists they belong to, or those to theirs.
 
     What upstream refuses as well is refused in its words: programs match on them.
-
-    Raises:
-        ValueError: semaphore values are missing, have another type or shape than their index list (dimensions for batch
-            and head may be 1 in either, and that for rows in semaphore values), or nothing says in which order the key
-            blocks are launched.
     """
     if lists.mask_block_cnt is None or lists.mask_block_idx is None:
         raise ValueError("mask_block_cnt and mask_block_idx must be provided for block sparsity.")

@@ -1,10 +1,9 @@
 """The fields of block lists, checked, and the listed blocks one after the other without padding.
 
-A check names the argument, its value, and what was expected; none looks into a tensor. A row lists blocks of the other
-side: key blocks for a query block in forward lists, query blocks for a key block in backward lists. `Rows` (CSR) says
-where a row's entries lie, in every form of lists; `flat_entries` is what transposing lists, ordering the adds to dq and
-merging lists have in common. Time and memory are proportional to an upper bound of the blocks listed, and nothing
-synchronises with the host. PyTorch only.
+A check names the argument, its value, and what was expected; none reads a tensor's values. A row lists key blocks of a
+query block in forward lists, query blocks of a key block in backward lists. `Rows` (CSR) says where a row's entries
+lie, in every form of lists; `flat_entries` is what transposing, ordering and merging lists have in common. Time and
+memory are proportional to an upper bound of the blocks listed; nothing synchronises with the host. PyTorch only.
 """
 
 from __future__ import annotations
@@ -178,9 +177,8 @@ class Rows:
 def padded_rows(lists: Any, order: OptionalTensor = None, *, locks: bool = False) -> Rows:
     """The rows of padded lists, without the batches and heads that repeat others.
 
-    Args:
-        order: [1 or B, 1 or H, N], of the launch, which may tell batches and heads apart that share lists.
-        locks: with the semaphore values of the lists.
+    order: [1 or B, 1 or H, N], of the launch, which may tell batches and heads apart that share lists. locks: with the
+    semaphore values of the lists.
     """
     tensors = fields(lists)
     check_lists(tensors)
@@ -250,9 +248,8 @@ class FlatEntries:
 def flat_entries(rows: Rows, order: OptionalTensor, most: int, across: int = 0) -> FlatEntries:
     """The listed blocks, without a look at the padding: `most` is at least their number.
 
-    Args:
-        order: [1 or heads, N], the rows of each head in the order wanted. None: from the first to the last.
-        across: blocks that a sequence's rows may list, to tell those of packed sequences apart.
+    order: [1 or heads, N], the rows of each head in the order wanted. None: from the first to the last. across: blocks
+    that a sequence's rows may list, to tell those of packed sequences apart.
     """
     counts = rows.total().flatten()
     number = torch.arange(counts.numel(), device=counts.device)

@@ -4,14 +4,11 @@ Rows of all sequences stand one after the other. A caller's lists have one of fo
 
     padded    counts [B, H, rows], entries [B, H, rows, n]
     compact   counts [H, total rows], entries [H, total rows, n]
-    stacked   counts [H, total rows], entries [H, L]: a row has room for each block of its sequence
-    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start (CSR)
+    stacked   counts [H, total rows], entries [H, L]: a row has an entry for each block of its sequence
+    ragged    counts [H, total rows], entries [L], and [H, total rows] offsets of the rows (CSR)
 
-Kernels, and everything that is computed of lists, know padded and ragged ones only. `as_ragged` makes ragged lists of
-compact and stacked ones: it computes where rows start, and the entries are read where they are.
-
-What upstream refuses as well is refused in its words, followed by the argument and its value: programs match on them.
-Nothing here looks at the values in a tensor: a check that waits for the device would keep the call out of a CUDA graph.
+Kernels know padded and ragged ones; `as_ragged` makes ragged lists of the others without copying entries. What upstream
+refuses as well is refused in its words, which programs match on. Nothing here reads the values of a tensor.
 """
 
 from __future__ import annotations
@@ -90,13 +87,8 @@ def fit(
 ) -> BlockSparseTensorsTorch:
     """The lists, padded or ragged, with every broadcast dimension expanded.
 
-    Args:
-        block_size: (queries, keys) of a block.
-        across: tokens of every sequence in the direction that rows list, where `packed` does not say.
-        on_gpu: refuse lists that are not; all tensors have to be on one device in any case.
-
-    Raises:
-        ValueError: a form, shape, dtype or device that does not fit, or an offset that is missing.
+    block_size: (queries, keys) of a block. across: tokens of every sequence in the direction that rows list, where
+    `packed` does not say. on_gpu: refuse lists that are not; all tensors have to be on one device in any case.
     """
     name, other = direction.argument, 1 - direction.side
     form, block = _form(name, tensors), block_size[direction.side]
@@ -170,13 +162,9 @@ def as_ragged(
 ) -> BlockSparseTensorsTorch:
     """Packed lists as ragged ones: where rows start is computed, and the entries are read where they are.
 
-    Args:
-        rows_before: the field with the number of rows before each sequence, integers [B + 1]; the last one may lack.
-        across: integers [B + 1], blocks before each sequence in the direction that rows list. Stacked lists need it:
-            their rows have room for each block of their sequence.
-
-    Raises:
-        ValueError: stacked lists, and `across` is None.
+    rows_before: the field with the number of rows before each sequence, integers [B + 1]; the last one may lack.
+    across: integers [B + 1], blocks before each sequence in the direction that rows list. Stacked lists need it: their
+    rows have room for each block of their sequence.
     """
     if tensors.mask_block_bits is not None:
         idx, bits = tensors.mask_block_idx.contiguous(), tensors.mask_block_bits.contiguous().flatten(0, -2)
@@ -301,10 +289,8 @@ def blocks_before(
 ) -> torch.Tensor:
     """int64 [B + 1]: blocks of all sequences before each one, as kernels count them.
 
-    Args:
-        side: 0 for queries, 1 for keys.
-        block: tokens of a block on that side.
-        seqlen: of every one of `batch` sequences, where `packed` does not say.
+    side: 0 for queries, 1 for keys. block: tokens of a block on that side. seqlen: of every one of `batch` sequences,
+    where `packed` does not say.
     """
     lengths = None if packed is None else packed.lengths(side)
     if lengths is None:

@@ -1,18 +1,16 @@
 """Forward lists of tiles of packed heads, whose entries have a bit for each token: unions of the tokens' own lists.
 
-With `BlockSparseTensorsTorch.mask_block_bits` each token has block lists of its own, and neighbours share the loads of
-what they list together. The query heads of a key/value head are packed: row r of a sequence is of token r // G and head
-r % G. A row of lists belongs to `BIT_ROWS` of these rows, tile i to rows BIT_ROWS * i and following. Its entries are
-mask blocks of `BIT_KEYS` keys, those that any of its tokens lists. Bit j % 32 of word j // 32 beside an entry says that
-token BIT_ROWS * i // G + j does: 1 word is enough for G >= 4, 2 for G = 2 and 3, 4 for G = 1. Causal and window hide
-further keys, as they do without bits. Lists for each query head are those of a group of one: no heads are packed.
-Twice or four times as many words, up to 4, are of parts of a block: bits of its first half or quarter, then the next's.
+With `BlockSparseTensorsTorch.mask_block_bits` each token has block lists of its own. The query heads of a key/value
+head are packed: row r of a sequence is token r // G and head r % G, and a row of lists belongs to `BIT_ROWS` such rows,
+tile i to rows BIT_ROWS * i and following. Entries are mask blocks of `BIT_KEYS` keys that any of its tokens lists. Bit
+j % 32 of word j // 32 says that token BIT_ROWS * i // G + j does: 1 word for G >= 4, 2 for G = 2 and 3, 4 for G = 1.
+Lists for each query head are those of a group of one. Twice or four times as many words, up to 4, are of parts of a
+block: bits of its first half or quarter, then the next's. Causal and window hide further keys.
 
     counts [B, Hkv, tiles], entries [B, Hkv, tiles, n], bits [B, Hkv, tiles, n, words]
 
-Packed sequences take the other forms of `formats` too, with bits of the entries' shape and one dimension more;
-cu_total_m_blocks then counts tiles of rows. SM90 forward, `fwd_unions` and the dq pass read such lists; everything else
-refuses them.
+Packed sequences take the other forms of `formats` too; cu_total_m_blocks then counts tiles of rows. SM90 forward,
+`fwd_unions` and the dq pass read such lists; everything else refuses them.
 """
 
 from __future__ import annotations
@@ -49,12 +47,7 @@ def refuse_bits(what: str, *lists: Any) -> None:
 def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bool]:
     """A forward call's lists, which say what a block is, and whether heads are packed.
 
-    Args:
-        heads: `ListHeads` of the lists. group: query heads to a key/value head.
-
-    Raises:
-        ValueError: lists of other blocks, with full blocks, or without room for all tokens' bits; or of key/value heads
-            whose query heads are not packed.
+    heads: `ListHeads` of the lists. group: query heads to a key/value head.
     """
     group = rows_of_token(heads, group)
     bits, idx = lists.mask_block_bits, lists.mask_block_idx
@@ -108,11 +101,7 @@ def forward_config(lists: Any, *, group: int, seqlen_q: int | None, packed: Any,
 def words(lists: Any, list_parts: int) -> int:
     """Words of bits that SM90 forward reads beside an entry; 0 without bits.
 
-    Args:
-        list_parts: of `tiling.forward_parts`.
-
-    Raises:
-        NotImplementedError: the call takes steps of its own tile, which has no masks for single rows.
+    list_parts: of `tiling.forward_parts`.
     """
     if not has_bits(lists):
         return 0

@@ -1,23 +1,14 @@
-"""Rows of block lists as kernels read them: their place in memory, the heads that share them, semaphores of dk and dv.
+"""Rows of block lists as kernels read them: where they lie, the heads that share them, semaphores of dk and dv.
 
-A row is what one CTA loops: the key blocks of a query block in forward, the query blocks of a key
-block in backward. Its lists come in one of two forms, told apart by the ranks of the tensors, so
-that a compiled kernel knows one of them only:
+A row is the list of one block: key blocks of a query block in forward, query blocks of a key block in backward. Kernels
+read padded lists [B, H, rows, n] or ragged ones [L] (`formats`), told apart by rank when they are compiled. Offsets of
+entries are 64 bits wide, row numbers 32.
 
-    padded    counts [B, H, rows], entries [B, H, rows, n]
-    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start (CSR)
+Lists of a key/value head that serve the query heads of its group get a head dimension of (group, key/value heads) with
+stride zero over the group: kernels index it by query head, and nothing is repeated in memory.
 
-Ragged rows stand one sequence after the other; `formats` has the other forms that a call may bring. What can pass
-2**31 is 64 bits wide: a place in the entries. Row numbers are 32 bits wide.
-
-Kernels index lists by the head that a tile works on. Where the lists of a key/value head serve
-the query heads of its group, the head dimension of the lists is looked at as (group, key/value
-heads) with a stride of zero over the group: an index among the query heads then finds its list, and
-nothing is repeated in memory.
-
-The query heads of a group add to the same dk and dv in their order in deterministic backward on SM100: at a key tile
-each waits until the semaphore has counted the heads before it. With lists for each query head some of them may list
-nothing there. They add nothing, but the head after them counts them, so `pass_semaphore` counts up for them.
+In deterministic backward on SM100 the query heads of a group add to dk and dv in their order. A head with a list of its
+own may list nothing at a key tile; `pass_semaphore` then counts up for it.
 """
 
 from __future__ import annotations
@@ -102,11 +93,7 @@ class ListHeads:
 
     @staticmethod
     def of(tensors: Optional[BlockSparseTensorsTorch], num_head: int, num_head_kv: int) -> "ListHeads":
-        """One list for all heads, one for each key/value head, or one for each query head.
-
-        Raises:
-            ValueError: the lists have another number of heads.
-        """
+        """One list for all heads, one for each key/value head, or one for each query head."""
         given = 1 if tensors is None else _given_heads(tensors)
         if given not in (1, num_head_kv, num_head):
             raise ValueError(

@@ -112,15 +112,10 @@ def check_sides(
 ) -> None:
     """Check lists of one direction, or of both.
 
-    Args:
-        ascending, order: as `validate_lists` has them.
-        window: keys before and after its own that a query sees, aligned at the ends of queries and keys; None: all.
-            Lists of one direction have to name every block in which it shows something, and may name more: a call
-            attends to all of those in the other. None: they need not.
-        lengths: (queries, keys) of each sequence, for `window`.
-
-    Raises:
-        ValueError: naming the first wrong entry.
+    ascending, order: as `validate_lists` has them. window: keys before and after its own that a query sees, aligned at
+    the ends of queries and keys; None: all. Lists of one direction have to name every block in which it shows
+    something, and may name more: a call attends to all of those in the other. None: they need not. lengths: (queries,
+    keys) of each sequence, for `window`.
     """
     listed = [_check_counts(side) for side in sides]
     entries = [side.entries(None, total) for side, total in zip(sides, listed, strict=True)]

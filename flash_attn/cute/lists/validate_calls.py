@@ -31,19 +31,14 @@ def _gradient_needed(tensors) -> bool:
 
 
 def require_lists_for_gradient(forward, backward, *inputs, mask_mod, causal, window_size):
-    """Refuse a gradient whose backward cannot loop the blocks that forward looped over.
+    """Refuse a gradient whose backward cannot visit the blocks that forward visited.
 
-    A direction without lists runs dense, under the call's mask. Lists of the other direction may say the same as a
-    mask_mod, causal or a window, and are taken at their word. Without any of them the gradient would be one of another
-    function. Inference needs no backward lists.
+    A direction without lists runs dense, under the call's mask: mask_mod, causal or a window then has to say the same
+    as the lists of the other direction. Inference needs no backward lists.
 
     Returns:
         (left, right) of the window, causal or not, that such lists of one direction have to list all of, for
         `validate_call`; None where there is nothing to compare: under a mask_mod nobody but the kernel can say.
-
-    Raises:
-        ValueError: lists for one direction only, no mask, and one of `inputs` needs a gradient.
-        NotImplementedError: lists with bits, and one of `inputs` needs a gradient.
     """
     if _gradient_needed(inputs):
         refuse_bits("backward: call under torch.no_grad(), or compute the gradient apart", forward, backward)
@@ -73,12 +68,7 @@ def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = F
 
     What upstream asserts is in its words: programs match on them.
 
-    Args:
-        forward: the lists of the forward pass, in a backward call that has them.
-
-    Raises:
-        NotImplementedError: another architecture than SM90, SM100 and SM110, `qv`, bits that are not read, or blocks of
-            an odd number of 64 queries for tiles of 128.
+    forward: the lists of the forward pass, in a backward call that has them.
     """
     if backward:
         refuse_bits("backward", lists, forward)
@@ -145,20 +135,19 @@ def validate_call(
     lengths = _lengths(known, q, k)
     batch = 1 if window is None or len(set(lengths)) == 1 else len(lengths)
     given = [lists for lists in (forward, backward) if lists is not None]
-    if packed is None and not any(map(is_packed, given)):
-        size = (_block(forward, q.shape[1]), _block(backward, k.shape[1]))
-        of_tensors = q.shape[1], k.shape[1]
-        sides = _padded_sides(forward, backward, of_tensors, heads, q.shape[0], size, batch=batch)
-        return check_sides(sides, window=window, lengths=lengths)
-    if any(lists.block_size is None for lists in given):
+    padded, size, rows = not any(map(is_packed, given)), None, (q.shape[1], k.shape[1])
+    if packed is None and padded:
+        size = (_block(forward, rows[0]), _block(backward, rows[1]))
+    elif any(lists.block_size is None for lists in given):
         raise ValueError("block_size is None: lists of packed sequences are checked with block_size=(queries, keys)")
-    if not any(map(is_packed, given)):
-        # One row count for all sequences, at least the longest's: rows and entries past a sequence's end do nothing.
+    elif padded:  # one row count for all sequences: rows and entries past a sequence's end do nothing
         longest = [max(side) for side in zip(*lengths, strict=True)]
         for side, lists in enumerate((forward, backward)):
             if lists is not None:
                 longest[side] = max(longest[side], lists.mask_block_cnt.shape[2] * lists.block_size[side])
-        sides = _padded_sides(forward, backward, tuple(longest), heads, len(lengths), None, batch=batch)
+        rows = tuple(longest)
+    if padded:
+        sides = _padded_sides(forward, backward, rows, heads, len(lengths), size, batch=batch)
     else:
         both = ((FORWARD, forward), (BACKWARD, backward))
         sides = [_packed_side(d, lists, packed, lengths, heads) for d, lists in both if lists is not None]
@@ -216,9 +205,7 @@ def _padded_sides(
 ) -> list[Side]:
     """Lists [B, H, rows, width] to check, without what is repeated in all of them.
 
-    Args:
-        lengths, heads: (queries, keys).
-        batch: sequences that need rows of their own, though they share lists.
+    lengths, heads: (queries, keys). batch: sequences that need rows of their own, though they share lists.
     """
     sides, leads = [], [(batch, 1)]
     for name, lists in (("forward", forward), ("backward", backward)):

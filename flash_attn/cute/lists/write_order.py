@@ -1,16 +1,13 @@
 """Semaphore values: the order in which key blocks add to a query block's dq, and lists in the order that waits least.
 
-Backward runs one CTA a key block, and every CTA adds to the dq of the query blocks that its key block lists. For the
-same bits twice, the adds to a query block must come in a fixed order: an entry's *semaphore value* says how many adds
-to the same query block come before it. Semaphore values follow the launch order of the key blocks, so every wait points
-to a CTA that was launched earlier, and the earliest CTA in flight never waits: there is no deadlock.
-
-The order in which a CTA loops over its own list is free. By rising semaphore value, each CTA starts where it is first
-in line, and its neighbours follow like a wavefront; that needs the mask blocks and the full blocks in one list
+A CTA of backward adds to the dq of every query block that its key block lists. An entry's *semaphore value* says how
+many adds to the same query block come first. Values follow the launch order of the key blocks, so every wait points to
+a CTA launched earlier, and there is no deadlock. A CTA loops over its own list by rising semaphore value: it starts
+where it is first in line, its neighbours follow like a wavefront. That needs mask and full blocks in one list
 (`merged_lists`).
 
-Time and memory are proportional to the blocks listed (an upper bound of them, known without asking the device) besides
-padded outputs; nothing past a row's count is read, and nothing synchronises with the host. PyTorch only.
+Time and memory are proportional to an upper bound of the blocks listed; nothing synchronises with the host. PyTorch
+only.
 """
 
 from __future__ import annotations
@@ -176,10 +173,6 @@ def merged_lists(
     Returns:
         The lists: entries, ``query_block * 2 + is_full``, in mask_block_idx, their semaphore values in dq_write_order,
         both 0 after the entries in use.
-
-    Raises:
-        ValueError: the sort's keys would pass 63 bits (give `num_q_blocks`), a shape does not fit, or see
-            `packed_rows`.
     """
     fields(lists)
     M, packed, launch = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks, is_packed(lists), order

@@ -1,9 +1,8 @@
 """Products of a warpgroup's 64 rows: by wgmma on SM90, elsewhere warp by warp, with ldmatrix and mma.sync.
 
-Every warp has 16 rows of wgmma's accumulator, in the registers that mma.sync has them in, and first operands in
-registers lie alike too. So kernels are the same around a product but for its time: wgmma's is in flight until `wait`,
-the other is there when the call returns. SM100 has no wgmma. Its own tcgen05, whose accumulators lie in tensor memory,
-takes other kernels; these are right there, not fast.
+Every warp has 16 rows of wgmma's accumulator, in the registers that mma.sync has them in; first operands in registers
+lie alike too. wgmma's product is in flight until `wait`, the other is there when the call returns. SM100 has no wgmma,
+and its tcgen05 takes other kernels: these are right there, not fast.
 """
 
 from dataclasses import dataclass
@@ -53,9 +52,7 @@ class Product:
     ) -> cute.Tensor:
         """Multiply stages, and return the sum, `acc` or a new one.
 
-        Args:
-            zero_init: whether acc's values do not count.
-            wg_wait: as `wait`; -1 not to.
+        zero_init: whether acc's values do not count. wg_wait: as `wait`; -1 not to.
         """
         if acc is None:
             acc, zero_init = sum_registers(self.columns), True
@@ -93,9 +90,7 @@ def sum_registers(columns: int) -> cute.Tensor:
 def of_shared(A: cute.Tensor, B: cute.Tensor, thread: Int32, by_warp: bool) -> Product:
     """A product of operands in shared memory.
 
-    Args:
-        A: [64, K, stages], B: [N, K, stages], both contiguous along K.
-        thread: of the warpgroup.
+    A: [64, K, stages], B: [N, K, stages], both contiguous along K. thread: of the warpgroup.
     """
     (rows, _, _), (columns, _, _) = [[cute.size(t, mode=[i]) for i in range(3)] for t in (A, B)]
     if by_warp:
@@ -113,9 +108,7 @@ def of_shared(A: cute.Tensor, B: cute.Tensor, thread: Int32, by_warp: bool) -> P
 def of_registers(B: cute.Tensor, thread: Int32, by_warp: bool, registers: Optional[cute.Pointer] = None) -> Product:
     """A product whose first operand, `A`, is to be put into registers.
 
-    Args:
-        B: [N, K, stages] in shared memory, contiguous along N.
-        registers: of A; None for new ones.
+    B: [N, K, stages] in shared memory, contiguous along N. registers: of A; None for new ones.
     """
     columns, K = cute.size(B, mode=[0]), cute.size(B, mode=[1])
     load = None

@@ -5,7 +5,7 @@ shapes. Block lists and scheduler metadata come as lists of their tensors. The h
 ``validate`` asks for it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any, Optional
 
@@ -13,7 +13,14 @@ import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.validate_calls import validate_call
-from flash_attn.cute.operators.registration import NAMESPACE, Tensors, define, differentiate, differentiate_once
+from flash_attn.cute.operators.registration import (
+    NAMESPACE,
+    Differentiated,
+    Tensors,
+    define,
+    differentiate,
+    differentiate_once,
+)
 from flash_attn.cute.prepare_scheduler import SchedulerMetadataTensorsTorch
 from flash_attn.cute.runtime.call_options import edges
 
@@ -55,9 +62,8 @@ OUTSIDE = (
 def attention(public: str, function: type[torch.autograd.Function], validate: bool, *args: Any) -> Any:
     """``function.apply(*args)``, and in a graph the operator.
 
-    Args:
-        public: name of the function that was called; it is called again, outside of the graph, with what the operator
-            does not take.
+    public: name of the function that was called; it is called again, outside of the graph, with what the operator does
+    not take.
     """
     if not torch.compiler.is_compiling():
         return function.apply(*args)
@@ -223,11 +229,7 @@ def _attention_backward_fake(*tensors: Any, **static: Any) -> Tensors:
     return tuple(v.new_empty(0) if x is None else x.new_empty(x.shape, dtype=kind) for x, kind in inputs)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(compute: Callable[..., Tensors], static: dict[str, Any], *tensors: Any) -> Tensors:
-        return compute(*tensors, **static)
-
+class _Attention(Differentiated):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
         _, static, *tensors, lists, lists_bwd, _, _ = inputs

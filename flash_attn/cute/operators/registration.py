@@ -10,6 +10,8 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from flash_attn.cute.runtime.autograd import refuse_second_derivative
+
 NAMESPACE = "flash_attn_4"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 Tensors = tuple[torch.Tensor, ...]
@@ -18,8 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 def define(name: str, schema: str, outputs: int, compute: Callable[..., Tensors], fake: Callable[..., Tensors]) -> None:
     """Define an operator of tensors, without its derivative.
 
-    Args:
-        schema: arguments; tensors, and lists of them, come before the star.
+    schema: arguments; tensors, and lists of them, come before the star.
     """
     LIBRARY.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * outputs)})", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
@@ -50,24 +51,25 @@ def differentiate(name: str, function: type[torch.autograd.Function]) -> None:
     LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
 
 
+class Differentiated(torch.autograd.Function):
+    """Base of functions of (compute, keyword arguments, *the others) that compute an operator."""
+
+    @staticmethod
+    def forward(compute: Callable[..., Tensors], static: dict[str, Any], *tensors: Any) -> Tensors:
+        return compute(*tensors, **static)
+
+
 def differentiate_once(name: str) -> None:
     """Let the gradient of an operator that is a backward raise."""
 
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(compute: Callable[..., Tensors], static: dict[str, Any], *tensors: Any) -> Tensors:
-            return compute(*tensors, **static)
-
+    class Once(Differentiated):
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
             pass
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> None:
-            raise RuntimeError(
-                f"{NAMESPACE}::{name} was asked for a second derivative: the gradients that attention kernels compute "
-                "cannot be differentiated again. Differentiate attention in plain PyTorch, or detach the gradient"
-            )
+            refuse_second_derivative(f"{NAMESPACE}::{name}")
 
     differentiate(name, Once)
 

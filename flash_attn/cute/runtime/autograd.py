@@ -1,13 +1,9 @@
 """Autograd around the kernels: an error for second derivatives, and versions of the block lists that backward reads.
 
-What a kernel writes has no history. Under ``create_graph=True`` a gradient from it would be taken for a constant: a
-Hessian-vector product would be 0, and a penalty on the gradient would lose its own, without a word.
-`torch.autograd.function.once_differentiable` does not help: the node that it makes to raise hangs on leaves of its own,
-so nobody who differentiates with respect to the inputs ever comes to it.
-
-Backward reads the lists that the call was given. Kept on the context they would be read as they are by then: a buffer
-that is refilled for the next batch gives the gradient of other blocks. Of tensors that are saved for backward autograd
-knows the version, and raises "modified by an inplace operation".
+What a kernel writes has no history: under ``create_graph=True`` its gradient would be taken for a constant, without a
+word. `torch.autograd.function.once_differentiable` does not help: its error hangs on leaves of its own, which nobody
+who differentiates with respect to the inputs comes to. Block lists are saved for backward as tensors, so that autograd
+raises where they were modified in between.
 """
 
 from functools import wraps
@@ -17,11 +13,7 @@ import torch
 
 
 def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """For the backward of an autograd function: gradients are right under create_graph=True, and theirs raise.
-
-    Raises:
-        RuntimeError: from differentiating a gradient with respect to what it depends on.
-    """
+    """For the backward of an autograd function: gradients are right under create_graph=True, and theirs raise."""
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple:
@@ -57,10 +49,14 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(
-            f"{ctx.function} was asked for a second derivative: the gradients that attention kernels compute cannot be "
-            "differentiated again. Differentiate attention in plain PyTorch, or detach the gradient"
-        )
+        refuse_second_derivative(ctx.function)
+
+
+def refuse_second_derivative(name: str) -> None:
+    raise RuntimeError(
+        f"{name} was asked for a second derivative: the gradients that attention kernels compute cannot be "
+        "differentiated again. Differentiate attention in plain PyTorch, or detach the gradient"
+    )
 
 
 def save_lists(ctx: Any, *given: Any) -> list[torch.Tensor]:

@@ -1,14 +1,12 @@
 """TMA loads of packed sequences that end with the sequence: what lies past it is filled with zeros.
 
 A tile at the end of a sequence reaches into the next one. Its scores there are masked, but a probability of 0 times a
-row of v is NaN where the neighbour holds NaN or inf, and so are the products of backward with rows of q, do and k. A
-descriptor of all tokens only knows where the last sequence ends; quack's ragged tensors, of two more dimensions, end
-where an offset and a length say. Those that upstream stores through shift the base pointer out of the tensor, which
-loads do not allow (``ptr_shift=False``). A sequence may have up to 2**30 tokens, all together fewer than 2**31 - 1.
+row of v is NaN where the neighbour holds NaN or inf; so are the products of backward. quack's ragged tensors, of two
+more dimensions, end where an offset and a length say; loads do not allow their shifted base pointer
+(``ptr_shift=False``). A sequence may have up to 2**30 tokens, all together fewer than 2**31 - 1.
 
-A tensor has at most three dimensions, so a batch, or packed queries with the heads of a group folded into them, cannot
-be bounded like this. Nor need they be: a batch's sequences have a dimension of their own, and a query's row of scores
-reaches nothing but its own row of the output, which past the end is not stored.
+A batch's sequences have a dimension of their own and need no bound; nor do packed queries with the heads of a group
+folded in: rows past the end are not stored.
 """
 
 from typing import Optional

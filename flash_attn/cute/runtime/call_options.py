@@ -17,12 +17,7 @@ MOST_IN_GRID_YZ = 65_535
 
 
 def check_scale(softmax_scale: Any) -> Optional[float]:
-    """The factor of q . k as kernels take it, unless it gives no softmax: hidden scores are -inf, and have to stay so.
-
-    Raises:
-        TypeError: no number, and not None.
-        ValueError: 0, negative, infinite or NaN, or one of these in fp32.
-    """
+    """The factor of q . k as kernels take it; refused where it gives no softmax: hidden scores have to stay -inf."""
     if softmax_scale is None:
         return None
     if not isinstance(softmax_scale, Real):
@@ -33,10 +28,7 @@ def check_scale(softmax_scale: Any) -> Optional[float]:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """
-    Raises:
-        TypeError: value is no bool.
-    """
+    """Refuse a switch that is no bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, expected a bool")
 
@@ -65,11 +57,7 @@ def check_query_offset(
     lists: bool,
     qv: bool = False,
 ) -> None:
-    """
-    Raises:
-        TypeError, ValueError: not int32 [sequences] on the device, or queries that see all keys wherever they are.
-        NotImplementedError: what does not know of it.
-    """
+    """Refuse positions of queries that are not int32 [sequences] on the device, or that the call cannot use."""
     if q_offset is None:
         return
     if q_offset.dtype != torch.int32:
@@ -96,9 +84,6 @@ def refuse_padded_accumulators(arch: int, head_dim: int, head_dim_v: int, packed
 
     Seen on an H200 with head dimensions 72 and 80, plain causal, errors of the size of the gradients; 64 and 96 are
     right. `docs/upstream-findings.md` has the measurement.
-
-    Raises:
-        NotImplementedError: before any launch.
     """
     if arch // 10 == 9 and packed and (head_dim % ACCUMULATED or head_dim_v % ACCUMULATED):
         raise NotImplementedError(

@@ -1,13 +1,10 @@
 """The cache of compiled kernels on disk: its folder, and what kernels depend on beside this package's sources.
 
-They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0: in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``, or else
-in the user's cache folder. Processes share it: each file is written under a lock and renamed into place, and of several
-that want the same kernel one compiles it. A kernel is found again only where everything that its machine code depends
-on is the same.
-
-What is loaded is run, so a folder that others may write to is not used: one of another user than this one and root,
-one that its group or the world may write to, or one below a folder that the world may write to and, as it is not
-sticky (/tmp is), rename others' files in. Owners and groups of the folders above are the user's choice.
+They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0, in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR`` or the
+user's cache folder. Processes share it: files are written under a lock and renamed into place, and of several processes
+that want the same kernel one compiles it. What is loaded is run, so a folder is refused that another user than this one
+and root owns, that its group or the world may write to, or that lies below one that the world may write to without the
+sticky bit.
 """
 
 import fcntl

@@ -1,9 +1,7 @@
-"""Names whose modules are imported when the names are first used.
+"""Names whose modules are imported when the names are first used: all that `interface` and others compile kernels from.
 
 A call whose kernels are in the cache on disk takes milliseconds, but what kernels are written in takes seconds to
-import: quack alone brings torch._dynamo and triton. So nothing is imported to compile until something is compiled.
-
-Below are all that `interface` and `bwd_dq_sm90/interface` compile kernels from.
+import: quack alone brings torch._dynamo and triton.
 """
 
 import os
@@ -18,9 +16,6 @@ def import_compiler() -> None:
 
     quack teaches the DSL's tensors and its preprocessor more Python: without it the same source could mean something
     else, or nothing.
-
-    Raises:
-        NotImplementedError: it makes no code for the current GPU.
     """
     import_module("quack")
     check_target()

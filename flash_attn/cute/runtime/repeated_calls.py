@@ -1,8 +1,8 @@
 """Attention calls that were made before, with other tensors of the same sizes: launched again without the host's work.
 
 What `_flash_attn_fwd` launches follows from its options and from sizes, strides and dtypes. The first call notes the
-kernel and its arguments; where every tensor among them is one of the caller's or an output, a later call that differs
-in addresses alone puts its own tensors there. Calls that make tensors on the way are never repeated.
+kernel and its arguments; a later call that differs in addresses alone puts its own tensors there. Calls that make
+tensors on the way are never repeated.
 """
 
 import threading

@@ -1,14 +1,14 @@
 """Block-sparse backward in two passes: which calls take them, what is compiled and launched, and the gradients."""
 
-from __future__ import annotations
-
 import math
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, attend, forward, in_order, make_inputs, outputs
+from fa_cases import Case, Inputs, _masks, attend, backward, forward, in_order, make_inputs, outputs, swept
 from fa_compile import Worker, built_kernels
 from fa_dq import call, rounded_sums, row_sums
 from fa_lists import backward_lists, forward_lists
@@ -70,7 +70,7 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
     of_keys = changes.pop("block_of_backward", block)
     x = torch.empty(1, 512, 4, D, dtype=changes.pop("dtype", torch.bfloat16), device="meta")
     lists = dict(
-        forward=tables(block, changes.pop("room", (9,))), backward=tables(of_keys, **changes.pop("fields", {}))
+        forward=tables(block, changes.pop("capacity", (9,))), backward=tables(of_keys, **changes.pop("fields", {}))
     )
     given = dict(arch=90, q=x, v=x, deterministic=False, **lists)
     return two_pass.takes(passes, **(given | changes))
@@ -94,15 +94,15 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
         ({"deterministic": True, "score_mod": None}, True),
         ({"deterministic": True, "block": None}, True),
         ({"deterministic": True, "block": None, "D": 64}, False),  # forward may have tiles of 192
-        ({"room": (8,)}, True),
-        ({"room": (1, 7)}, True),
-        ({"room": (1, 8)}, False),  # mask and full blocks together
-        ({"room": (8,), "fields": {"room": (50, 50)}}, True),  # rows of keys may be as long as they like
-        ({"room": (8,), "fields": {"plan": torch.zeros(1, 6)}}, True),
-        ({"room": (8,), "passes": 1}, False),
-        ({"room": (8,), "arch": 100}, False),
-        ({"room": (8,), "D": 256}, False),
-        ({"room": (8,), "score_mod": abs}, False),
+        ({"capacity": (8,)}, True),
+        ({"capacity": (1, 7)}, True),
+        ({"capacity": (1, 8)}, False),  # mask and full blocks together
+        ({"capacity": (8,), "fields": {"capacity": (50, 50)}}, True),  # rows of keys may be as long as they like
+        ({"capacity": (8,), "fields": {"plan": torch.zeros(1, 6)}}, True),
+        ({"capacity": (8,), "passes": 1}, False),
+        ({"capacity": (8,), "arch": 100}, False),
+        ({"capacity": (8,), "D": 256}, False),
+        ({"capacity": (8,), "score_mod": abs}, False),
         ({"fields": {"passes": 2}}, True),  # as the lists say
         ({"fields": {"passes": 1}, "deterministic": True}, False),
         ({"fields": {"passes": 1}, "block": (128, 64)}, False),
@@ -332,3 +332,77 @@ def test_passes_that_share(case: Case, start: int) -> None:
     convert(dk, layout.dk, outputs[1], scale=case.D**-0.5, cu_seqlens=cu_k)
     convert(dv, layout.dv, outputs[2], scale=1.0, cu_seqlens=cu_k)
     compared(case, x, outputs)
+
+
+WITHOUT_DQ = [
+    Case(D=128, causal=True, **LISTED),
+    Case(D=128, mask_mod="thirds", block=(128, 64), **LISTED),
+    Case(D=128, causal=True, block=(128, 64), Hkv=1, plan=3, **LISTED),
+    Case(D=64, window=(200, 0), Hkv=4, block=(128, 64), **LISTED),
+    Case(D=64, causal=True, Hkv=1, plan=3, **LISTED),
+    Case(D=96, mask_mod="keyed", list_heads=4, **LISTED),
+]
+WITHOUT_DQ += [
+    Case(D=128, causal=True, form="ragged", plan=2, **PACK),
+    Case(D=64, mask_mod="thirds", form="compact", block=(128, 64), **PACK),
+]
+
+
+def without_dq(case: Case, x: Any, o: torch.Tensor, lse: torch.Tensor, **more: Any) -> tuple[torch.Tensor | None, ...]:
+    """Backward's results for the case where it leaves dq out."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    options = _masks(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True) | more
+    return _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, **options)
+
+
+def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:
+    """The warp roles that the kernel without dq was traced with, and bytes of its shared memory."""
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90 as Kernel
+
+    roles: set[str] = set()
+    sizes: list[int] = []
+
+    def recording(name: str, original: Any) -> Any:
+        @wraps(original)
+        def role(*args: Any, **kwargs: Any) -> Any:
+            roles.add(name)
+            result = original(*args, **kwargs)
+            if name == "_get_shared_storage_cls":
+                sizes.append(result.size_in_bytes())
+            return result
+
+        return role
+
+    x = make_inputs(case)
+    o, lse = outputs(case, x)
+    with ExitStack() as undo:
+        for name in ("load", "mma", "dQaccum_store", "_get_shared_storage_cls"):
+            undo.callback(setattr, Kernel, name, getattr(Kernel, name))
+            setattr(Kernel, name, recording(name, getattr(Kernel, name)))
+        dq, dk, dv = without_dq(case, x, o, lse, deterministic=deterministic)
+    assert dq is None and dk.shape == x.k.shape and dv.shape == x.v.shape
+    return roles, sizes[0]
+
+
+@pytest.mark.parametrize("of", swept(in_order(WITHOUT_DQ, False, True)), ids=str)
+def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, of: tuple[Case, bool]) -> None:
+    case, deterministic = of
+    roles, size = compiler_sm90.trace(compiled_roles, case, deterministic)
+    assert roles >= {"load", "mma"} and "dQaccum_store" not in roles
+    # Keys, values, and two stages of queries and their gradients; two CTAs share 227 KiB.
+    two_ctas = case.block == (128, 64)
+    assert size <= (113 if two_ctas else 160) * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "deterministic"), in_order(WITHOUT_DQ, False, True), ids=str)
+def test_dk_and_dv_of_one_pass(case: Case, deterministic: bool) -> None:
+    """The kernel with dq adds the same products, in an order of its own."""
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    expected = backward(case, x, o, lse)
+    _, *got = without_dq(case, x, o, lse, deterministic=deterministic)
+    assert_alike(got, expected[1:])
+    if deterministic:
+        assert_call_repeats(lambda: without_dq(case, x, o, lse, deterministic=True)[1:], 20)

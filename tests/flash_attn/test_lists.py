@@ -1,11 +1,8 @@
-"""Semaphore values and merged loops: how they are called, what memory they take, and where numbers are large.
-
-That they are right is a property of the fuzzer ("lists.write order", "lists.loop").
-"""
-
-from __future__ import annotations
+"""Block lists: made from tables, windows and BlockMasks, transposed, and with semaphore values; on GPUs too."""
 
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +12,84 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flash_attn.cute import block_sparsity
-from flash_attn.cute.block_lists import lists_from_blocks
+from flash_attn.cute.block_lists import (
+    draw_lists,
+    lists_from_block_mask,
+    lists_from_blocks,
+    lists_from_dense,
+    lists_from_window,
+    transpose_lists,
+)
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_lists
 from fuzz.blocks import both_directions, table_of
 from fuzz.case import Blocks
+from fuzz.properties.lists import same
+
+
+def test_window_at_scale() -> None:
+    lists = lists_from_window(1 << 20, 1 << 20, 2047, 0, (128, 128))
+    assert lists.full_block_idx.shape == (1, 1, 8192, 15) and lists.mask_block_idx.shape == (1, 1, 8192, 2)
+    assert lists.mask_block_idx[0, 0, 100].tolist() == [84, 100]
+
+
+def test_transpose_of_repeated_lists_is_repeated() -> None:
+    forward, _ = both_directions(Blocks(H=1))
+    wide = BlockSparseTensorsTorch(*(t.expand(2, 3, *t.shape[2:]) for t in forward[:4]))
+    for mine, other in zip(transpose_lists(wide, 5)[:4], transpose_lists(forward, 5)[:4], strict=True):
+        assert mine.shape[:2] == (2, 3) and mine.stride()[:2] == (0, 0)
+        torch.testing.assert_close(mine, other.expand_as(mine), rtol=0, atol=0)
+
+
+def soft_causal(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (k <= q) & (q - k < 300 + 100 * h)
+
+
+@pytest.mark.parametrize("T", [1024, 1000])
+@pytest.mark.parametrize("both", [True, False])
+def test_block_mask(T: int, both: bool) -> None:
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    block_mask = create_block_mask(soft_causal, 1, 2, T, T, device="cpu", BLOCK_SIZE=(128, 64))
+    if not both:
+        kept = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        block_mask = BlockMask.from_kv_blocks(
+            *(getattr(block_mask, name) for name in kept),
+            BLOCK_SIZE=(128, 64),
+            mask_mod=soft_causal,
+            seq_lengths=(T, T),
+            compute_q_blocks=False,
+        )
+    forward, backward = lists_from_block_mask(block_mask)
+    at = torch.arange(T)
+    dense = torch.stack([soft_causal(0, h, at.view(-1, 1), at) for h in range(2)])[None]
+    expected, columns = lists_from_dense(dense, (128, 64)), -(-T // 64)
+    if T % 128 == 0:  # FlexAttention's last query block is a mask block if it is short
+        same(forward, *table_of(expected, columns))
+    same(backward, *(table.mT for table in table_of(forward, columns)))
+    for lists in (forward, backward):
+        assert lists.block_size == (128, 64)
+        for cnt, idx in (lists[:2], lists[2:4]):
+            assert idx.shape[3] == max(1, int(cnt.max()))
+    assert lists_from_block_mask(block_mask, width=10)[0].mask_block_idx.shape[3] == 10
+
+
+def test_picture(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    forward, backward = both_directions(Blocks(M=6, N=5))
+    order = compute_dq_write_order(*forward[:4], *backward[:4])
+    shades = draw_lists(forward, 5, head=1).images[0].get_array()
+    listed, full = (table[0, 1] for table in table_of(forward, 5))
+    assert (shades == (listed.int() + full).numpy()).all()
+    ordered = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1])
+    axes = draw_lists(ordered, 6, head=1, backward=True, path=tmp_path / "lists.png")
+    assert (axes.images[0].get_array() == shades).all()
+    texts = {text.get_position()[::-1]: int(text.get_text()) for text in axes.texts}
+    for m, row in enumerate(listed):
+        at = row.nonzero().flatten().tolist()
+        assert [texts[m, n] for n in at] == list(range(len(at)))
+    assert (tmp_path / "lists.png").stat().st_size > 1000
 
 
 class PeakBytes(TorchDispatchMode):
@@ -80,7 +150,7 @@ def test_where_upstream_has_it(spt: bool) -> None:
     assert_equal(block_sparsity.compute_dq_write_order(**named, spt=spt), expected)
 
 
-def m_block_at(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) -> tuple[torch.Tensor, ...]:
+def merged(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) -> tuple[torch.Tensor, ...]:
     """Counts, entries and semaphore values of `merged_lists`; without these or an order, of a launch in order."""
     if locks is not None:
         lists = lists._replace(dq_write_order=locks[0], dq_write_order_full=locks[1])
@@ -98,9 +168,9 @@ def test_repeated_lists_are_computed_once(batch: int, head: int) -> None:
     alone = compute_dq_write_order(*arguments(forward, backward))
     wide = [t.expand(batch, head, *t.shape[2:]) for t in backward[:4]]
     locks = compute_dq_write_order(*arguments(forward, BlockSparseTensorsTorch(*wide)))
-    loop = m_block_at(BlockSparseTensorsTorch(*wide), locks)
-    alone_walk = m_block_at(backward, alone)
-    for mine, other in zip((*locks, *loop), (*alone, *alone_walk), strict=True):
+    loop = merged(BlockSparseTensorsTorch(*wide), locks)
+    alone_merged = merged(backward, alone)
+    for mine, other in zip((*locks, *loop), (*alone, *alone_merged), strict=True):
         torch.testing.assert_close(mine, other.expand_as(mine), rtol=0, atol=0)
         assert mine.shape[:2] == (batch, head)
         assert all(mine.stride(d) == 0 for d in (0, 1) if mine.shape[d] > 1)
@@ -113,7 +183,7 @@ def test_mask_lists_for_every_head_and_full_lists_for_one() -> None:
     full_cnt, full_idx = free[:2]
     mixed = BlockSparseTensorsTorch(*many[:2], full_cnt, full_idx)
     repeated = BlockSparseTensorsTorch(*many[:2], full_cnt.expand(1, 3, -1), full_idx.expand(1, 3, -1, -1))
-    for mine, other in zip(m_block_at(mixed), m_block_at(repeated), strict=True):
+    for mine, other in zip(merged(mixed), merged(repeated), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
@@ -153,7 +223,7 @@ def test_width_and_bound() -> None:
     forward, backward = both_directions(Blocks(M=9, N=8, spare=4, seed=7))
     count = backward.mask_block_cnt + backward.full_block_cnt
     tight, total = int(count.max()), int(count.sum())
-    wide, narrow = m_block_at(backward), m_block_at(backward, width=tight, listed=total)
+    wide, narrow = merged(backward), merged(backward, width=tight, listed=total)
     assert narrow[1].shape[3] == tight < wide[1].shape[3]
     for mine, other in zip(narrow[1:], wide[1:], strict=True):
         torch.testing.assert_close(mine, other[..., :tight], rtol=0, atol=0)
@@ -164,7 +234,7 @@ def test_width_and_bound() -> None:
 
 def test_more_query_blocks_than_an_int_counts() -> None:
     _, backward = both_directions(Blocks(H=8, seed=8))
-    assert_equal(m_block_at(backward, num_q_blocks=1 << 30), m_block_at(backward))
+    assert_equal(merged(backward, num_q_blocks=1 << 30), merged(backward))
 
 
 def test_large_numbers() -> None:
@@ -172,7 +242,7 @@ def test_large_numbers() -> None:
     N, last = 3000, (1 << 20) - 1
     idx = torch.tensor([0, last]).expand(1, 1, N, 2).int().contiguous()
     cnt = torch.full((1, 1, N), 2, dtype=torch.int32)
-    _, entries, locks = m_block_at(BlockSparseTensorsTorch(cnt, idx))
+    _, entries, locks = merged(BlockSparseTensorsTorch(cnt, idx))
     assert locks[0, 0].tolist() == [[n, n] for n in range(N)]
     assert (entries[..., 0] == last * 2).all() and not entries[..., 1].any()
 
@@ -182,11 +252,86 @@ def test_orders_that_are_repeated_over_heads_like_the_lists(repeated: bool) -> N
     """Both with stride 0 over heads: they are computed once."""
     _, backward = both_directions(Blocks(B=1, H=1, M=4, N=3, density=1.0))
     order = torch.tensor([2, 0, 1])
-    expected = m_block_at(backward, order=order)
+    expected = merged(backward, order=order)
     lists = backward._replace(
         **{n: t.expand(-1, 2, *t.shape[2:]) for n, t in backward._asdict().items() if torch.is_tensor(t)}
     )
     given = order.expand(1, 2, 3) if repeated else order.repeat(1, 2, 1)
-    loop = m_block_at(lists, order=given)
+    loop = merged(lists, order=given)
     for own, once in zip(loop, expected, strict=True):
         assert own.equal(once.expand(own.shape))
+
+
+CASES = [Blocks(B=2, H=3, M=40, N=30, full=full, shuffle=shuffle) for full in (None, 0.5) for shuffle in (False, True)]
+
+
+def results(case: Blocks, forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> Iterator[Any]:
+    for spt in (False, True):
+        order = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
+        yield order
+        ordered = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1])
+        launch = torch.arange(case.N, device=order[0].device)
+        launch = launch.flip(0) if spt else launch
+        for loop in (
+            merged_lists(ordered, descending=not spt),
+            merged_lists(backward, order=launch, num_q_blocks=case.M),
+        ):
+            yield loop.mask_block_cnt, loop.mask_block_idx, loop.dq_write_order
+    yield transpose_lists(forward, case.N, width=case.M)[:4]
+
+
+def assert_same(mine: list[Any], other: list[Any]) -> None:
+    for a, b in ((a, b) for tensors in zip(mine, other, strict=True) for a, b in zip(*tensors, strict=True)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_on_the_cpu(case: Blocks) -> None:
+    lists = both_directions(case)
+    expected = list(results(case, *lists))
+    on_gpu = [BlockSparseTensorsTorch(*(t.cuda() if torch.is_tensor(t) else t for t in side)) for side in lists]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = list(results(case, *on_gpu))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same(actual, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = list(results(case, *on_gpu))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same(captured, expected)
+
+
+@pytest.mark.gpu
+def test_an_order_of_writes_at_a_million_tokens() -> None:
+    """32 heads, 16 unsorted blocks a query block: under 1 GiB beside the lists, and under 3 ms."""
+    B, H, M, listed = 1, 32, (1 << 20) // 128, 16
+    draw = torch.Generator("cuda").manual_seed(0)
+    # Each row's blocks are 16 of as many strides through all: no block twice.
+    first = torch.randint(M, (B, H, M, 1), device="cuda", generator=draw)
+    idx = ((first + torch.arange(listed, device="cuda") * 509) % M).flip(-1).int()
+    cnt = torch.full((B, H, M), listed, dtype=torch.int32, device="cuda")
+    forward = BlockSparseTensorsTorch(cnt, idx, block_size=(128, 128))
+    backward = transpose_lists(forward, M)
+    arguments = (cnt, idx, None, None, backward.mask_block_cnt, backward.mask_block_idx, None, None)
+    compute_dq_write_order(*arguments, spt=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, times = torch.cuda.memory_allocated(), []
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        order = compute_dq_write_order(*arguments, spt=True)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    used = torch.cuda.max_memory_allocated() - before
+    assert order[0].shape == backward.mask_block_idx.shape and int(order[0].max()) == listed - 1
+    assert used < 1 << 30, f"{used / 2**30:.2f} GiB"
+    assert min(times) < 3, f"{min(times):.2f} ms"

@@ -1,7 +1,8 @@
-"""dq without a cleared accumulator on SM90: who stores first, that it starts first, and that nothing is left out."""
+"""Gradients of SM90 backward: dq without a cleared accumulator, and stages that are freed in time."""
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, make_inputs
+from fa_cases import Case, backward, make_inputs, outputs
 from fa_compile import Worker, built_kernels, noted
 from fa_compress import FIXED, at_most_seen
 from fa_reference import assert_case, results
+from test_two_passes import without_dq
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
@@ -208,3 +210,50 @@ def test_results_do_not_change_under_load(Hkv: int, deterministic: bool, monkeyp
             scale = float(expected[name].abs().max())
             torch.testing.assert_close(got[name], expected[name], rtol=1e-2, atol=1e-2 * scale, msg=f"{name}, {rank}")
             assert not deterministic or got[name].equal(first[name]), (name, rank)
+
+
+LISTED = dict(T_q=500, T_k=500, D=128, causal=True, lists="both")
+WITHOUT_DQ = [Case(**LISTED), Case(**LISTED, block=(128, 64)), Case(**LISTED | dict(D=64), block=(128, 64))]
+WITH_DQ = [Case(D=128, causal=True), Case(**LISTED, block=(128, 64))]
+
+
+def steps(case: Case, dq: bool) -> list[str]:
+    """The operations on stages in the order of the code: "read", "sync", "barrier", "free"; in a worker."""
+    import cutlass.cute as cute
+    from cutlass.pipeline import NamedBarrier
+
+    from flash_attn.cute import flash_bwd_sm90
+
+    said: list[str] = []
+
+    x = make_inputs(case)
+    o, lse = outputs(case, x)
+    with ExitStack() as stack:
+        for owner, name, what in (
+            (flash_bwd_sm90.copy_utils, "load_s2r", "read"),
+            (cute.arch, "sync_warp", "sync"),
+            (NamedBarrier, "arrive_and_wait", "barrier"),
+            (flash_bwd_sm90.pipeline.PipelineTmaAsync, "consumer_release", "free"),
+        ):
+            stack.enter_context(noted(owner, name, lambda *args, what=what, **options: what, said))
+        backward(case, x, o, lse) if dq else without_dq(case, x, o, lse)
+    return said
+
+
+def between(said: list[str]) -> list[set[str]]:
+    """For each stage that is freed, what lies between the last read and that."""
+    frees = [at for at, what in enumerate(said) if what == "free"]
+    reads = [max(i for i in range(at) if said[i] == "read") for at in frees]
+    return [set(said[read:at]) - {"read", "free"} for read, at in zip(reads, frees)]
+
+
+@pytest.mark.parametrize("case", WITHOUT_DQ, ids=str)
+def test_a_sync_where_no_barrier_is(compiler_sm90: Worker, case: Case) -> None:
+    found = between(compiler_sm90.trace(steps, case, False))
+    assert len(found) >= 2 and all("sync" in what for what in found), found
+
+
+@pytest.mark.parametrize("case", WITH_DQ, ids=str)
+def test_a_barrier_where_ds_is_shared(compiler_sm90: Worker, case: Case) -> None:
+    found = between(compiler_sm90.trace(steps, case, True))
+    assert len(found) >= 2 and all(what == {"barrier"} for what in found), found

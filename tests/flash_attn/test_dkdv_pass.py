@@ -1,7 +1,5 @@
 """The dk and dv pass of SM90 backward over lists by token: its numbers, its registers, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

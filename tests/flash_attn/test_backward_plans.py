@@ -1,9 +1,7 @@
-"""Backward by a plan, or in the order of semaphore values: the kernel that follows them.
-
-That plans are right is a property of the fuzzer ("lists.plan", "packed.plan"). Refused ones: `fuzz/wrong_calls`.
-"""
+"""Backward by a plan: the kernel that follows it, and plans of packed sequences."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +10,12 @@ from fa_compile import Worker, noted
 from fa_lists import backward_lists, ordered_backward_lists
 from fa_reference import assert_alike, assert_bits_repeat
 from test_upstream_programs import dimensions
+
+from flash_attn.cute.block_lists import packed_write_order
+from flash_attn.cute.lists.backward_plan import plan_backward
+from fuzz.blocks import packed_lists
+from fuzz.case import Packed
+from fuzz.properties.packed import plan
 
 PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
 CASES = [
@@ -51,7 +55,7 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     lists = ordered_backward_lists(case, spt=True)
     seqused_q = torch.empty_like(lists.cu_total_n_blocks.narrow(0, 1, len(case.packed))) if in_use else None
     with (
-        noted(ListRow, "entries", dimensions) as m_block_at,
+        noted(ListRow, "entries", dimensions) as visited,
         noted(deterministic_lists, "blocks_before", lambda lengths, *args, **options: lengths) as asked,
     ):
         _flash_attn_bwd(
@@ -61,7 +65,7 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     if case.form == "stacked":
         lengths = asked[-1]
         assert lengths.starts[0] is x.cu_seqlens[0] and lengths.used[0] is seqused_q
-    return set(m_block_at)
+    return set(visited)
 
 
 @pytest.mark.parametrize("case", ORDERED[1:], ids=str)
@@ -101,3 +105,51 @@ def test_semaphore_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> N
     assert_alike(got, expected)
     for _ in range(20):
         assert all(map(torch.equal, got, backward(replace(case, deterministic=True), x, o, lse, ordered)))
+
+
+def packed_backward(form: str, **more: Any) -> Any:
+    return packed_lists(Packed(form=form, lengths=((16, 20), (8, 5)), density=0.6, seed=3, **more))[1]
+
+
+def test_semaphore_values_where_one_kind_has_a_list_for_all_heads() -> None:
+    one, many = (
+        packed_backward("compact", heads=heads, pattern=pattern) for heads, pattern in ((1, "comb"), (3, "prefix"))
+    )
+    own = ("mask_block_cnt", "mask_block_idx")
+    mixed = many._replace(**{name: getattr(one, name) for name in own})
+    repeated = many._replace(**{n: getattr(one, n).repeat(3, *[1] * (getattr(one, n).ndim - 1)) for n in own})
+    mine, other = (packed_write_order(lists, num_q_blocks=4) for lists in (mixed, repeated))
+    for name in (*own, "dq_write_order", "dq_write_order_full"):
+        assert getattr(mine, name).equal(getattr(other, name))
+    ragged = packed_backward("ragged", heads=3)
+    with pytest.raises(ValueError, match="cannot share entries"):
+        packed_write_order(ragged._replace(cu_block_idx_offsets=ragged.cu_block_idx_offsets[:1]), num_q_blocks=4)
+
+
+def test_a_start_may_pass_31_bits() -> None:
+    lists = packed_backward("ragged", full=None)
+    starts = torch.arange(7)[None] + (5 << 32) + (1 << 31) * torch.tensor([0, 1] * 3 + [0])
+    lists = lists._replace(cu_block_idx_offsets=starts)
+    items = plan_backward(lists, num_heads=1, num_heads_kv=1, num_q_blocks=4).plan
+    low, high = items[:, 6].long() & 0xFFFFFFFF, items[:, 7].long()
+    assert ((high << 32) | low).equal(starts[0])
+
+
+@pytest.mark.parametrize("form", ["stacked", "ragged"])
+def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
+    """As in lists of one head, though a head dimension says that there are more."""
+    given = dict(num_heads=6, num_heads_kv=2, num_q_blocks=4, deterministic=True)
+    lists = packed_backward(form)
+    repeated = {
+        name: t.expand(6, *t.shape[1:])
+        for name, t in lists._asdict().items()
+        if isinstance(t, torch.Tensor) and t.ndim > 1
+    }
+    given["cu_total_m_blocks"] = torch.tensor([0, 4, 6])
+    one, many = (plan_backward(each, **given) for each in (lists, lists._replace(**repeated)))
+    assert many.mask_block_idx.equal(one.mask_block_idx) and many.plan.equal(one.plan)
+
+
+@pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
+def test_a_pack_without_keys_has_a_plan_of_nothing(form: str) -> None:
+    plan(Packed(form=form, lengths=((5, 0), (0, 0), (3, 0))))

@@ -1,0 +1,352 @@
+"""Deterministic backward: the same bits in any launch order, ordered adds to dq, dk and dv, and orders refused."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, product
+from typing import Any
+
+import fa_lists
+import pytest
+import torch
+from fa_cases import Case, backward, compile_case, make_inputs, outputs
+from fa_compile import Worker, built_kernels, noted, only_hosts, operations_around
+from fa_cubin import cubins, frames, serialized
+from fa_lists import backward_lists
+from fa_reference import assert_bits_repeat
+
+from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
+from flash_attn.cute.lists.write_order import merged_lists
+from fuzz.blocks import packed_lists
+from fuzz.case import Packed
+
+ORDERED = dict(T_q=700, T_k=700, deterministic=True)
+CASES = [
+    Case(D=128, lists="both", mask_mod="thirds", **ORDERED),
+    Case(D=128, lists="both", causal=True, launch="right to left", Hkv=4, **ORDERED),
+    Case(D=64, lists="partial", window=(200, 0), launch="right to left", **ORDERED),
+    Case(D=64, lists="full", **ORDERED),
+    Case(D=96, lists="no full", mask_mod="keyed", Hq=8, **ORDERED),
+]
+
+
+def kernels(case: Case) -> list[bool]:
+    """The direction of each kernel that calls with lists of either direction, twice, are compiled for."""
+    x, lists = make_inputs(case), backward_lists(case)
+    lse = torch.empty(case.B, case.Hq, case.T_q, device="cuda")
+    with built_kernels("FlashAttentionBackwardSm90") as built:
+        for spt in (False, True, False, True):
+            backward(case, x, torch.empty_like(x.q), lse, lists._replace(spt=spt))
+    return [kernel.spt for kernel in built]
+
+
+def test_a_kernel_for_each_direction(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.trace(kernels, CASES[0]) == [False, True]
+
+
+def cpu_lists(**changes: object):
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    cnt, idx = torch.ones(2, 1, 5, dtype=torch.int32), torch.zeros(2, 1, 5, 3, dtype=torch.int32)
+    return BlockSparseTensorsTorch(cnt, idx, spt=False, dq_write_order=idx.clone())._replace(**changes)
+
+
+def test_order_may_be_broadcast() -> None:
+    one = torch.arange(15, dtype=torch.int32).view(1, 1, 5, 3)
+    assert require_write_order(cpu_lists(dq_write_order=one)).dq_write_order.equal(one.expand(2, 1, 5, 3))
+    every_row = one[:, :, :1]
+    assert require_write_order(cpu_lists(dq_write_order=every_row)).dq_write_order.equal(every_row.expand(2, 1, 5, 3))
+
+
+def test_lists_may_be_broadcast_to_the_order() -> None:
+    """One list for all heads, and semaphore values for each of them."""
+    of_heads = torch.arange(3, dtype=torch.int32).expand(2, 4, 5, 3).contiguous()
+    lists = require_write_order(cpu_lists(dq_write_order=of_heads))
+    assert lists.dq_write_order is of_heads or lists.dq_write_order.equal(of_heads)
+    assert lists.mask_block_idx.equal(cpu_lists().mask_block_idx.expand(2, 4, 5, 3))
+    loop = merged_lists(lists, num_q_blocks=3)
+    assert loop.mask_block_cnt.shape == (2, 4, 5) and loop.dq_write_order[..., 0].eq(0).all()
+
+
+def test_an_order_of_full_blocks_that_are_not_there_is_dropped() -> None:
+    """Upstream's kernels want one to compile."""
+    order = torch.zeros(2, 1, 5, 3, dtype=torch.int32)
+    assert require_write_order(cpu_lists(dq_write_order_full=order)).dq_write_order_full is None
+
+
+def test_one_list_holds_both_kinds_by_semaphore_value() -> None:
+    def row(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).expand(1, 1, 5, -1)
+
+    lists = cpu_lists(
+        mask_block_cnt=row(2)[..., 0],
+        mask_block_idx=row(4, 1, 9),
+        full_block_cnt=row(2)[..., 0],
+        full_block_idx=row(0, 2),
+        dq_write_order=row(3, 0, 4),
+        dq_write_order_full=row(1, 0),
+    )
+    loop = merged_lists(require_write_order(lists), num_q_blocks=12)
+    assert loop.mask_block_cnt[0, 0, 0] == 4 and loop.full_block_cnt is None
+    assert loop.mask_block_idx[0, 0, 0, :4].tolist() == [2 * 2 + 1, 1 * 2, 0 * 2 + 1, 4 * 2]
+    assert loop.dq_write_order[0, 0, 0, :4].tolist() == [0, 0, 1, 3]
+
+
+# Query and key blocks of each sequence: no keys, no queries, more of either, as many.
+SHAPES = ((4, 3), (2, 0), (0, 2), (1, 5), (3, 3))
+
+
+def formed(heads: int, form: str, shapes: tuple[tuple[int, int], ...]) -> Any:
+    """Backward lists in a form, with semaphore values."""
+    from flash_attn.cute.block_lists import packed_write_order
+
+    _, lists = packed_lists(Packed(lengths=shapes, form=form, block=(1, 1), heads=heads, density=0.6))
+    queries = [M for M, _ in shapes]
+    before = torch.tensor([0, *accumulate(queries)])
+    return packed_write_order(lists, num_q_blocks=max(queries), cu_total_m_blocks=before)
+
+
+def assert_same_walk(mine: Any, other: Any) -> None:
+    assert mine.full_block_cnt is None and mine.full_block_idx is None and mine.dq_write_order_full is None
+    assert mine.mask_block_cnt.equal(other.mask_block_cnt) and mine.mask_block_cnt.sum() > 0
+    counts = mine.mask_block_cnt.tolist()
+    for head, row in ((h, r) for h, own in enumerate(counts) for r in range(len(own))):
+        for name in ("mask_block_idx", "dq_write_order"):
+            start, theirs = (int(lists.cu_block_idx_offsets[head, row]) for lists in (mine, other))
+            loop = getattr(mine, name)[start : start + counts[head][row]]
+            assert loop.equal(getattr(other, name)[theirs : theirs + counts[head][row]]), (name, head, row)
+
+
+@pytest.mark.parametrize("spt", [False, True])
+@pytest.mark.parametrize("lengths", ["cu_seqlens", "in use", "one"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt: bool) -> None:
+    """By where the queries start, how many are in use, or the one length that all sequences have."""
+    shapes = tuple((4, N) for _, N in SHAPES) if lengths == "one" else SHAPES
+    stacked, ragged = (formed(heads, form, shapes)._replace(spt=spt) for form in ("stacked", "ragged"))
+    queries = torch.tensor([max(0, M * 128 - at) for at, (M, _) in enumerate(shapes)]).int()
+    given: dict[str, Any] = dict(seqlen_q=512, block_q=128)
+    if lengths == "one":
+        stacked = stacked._replace(cu_block_idx_offsets=None)
+    else:  # those in use say it, not where sequences start
+        held = queries + 300 if lengths == "in use" else queries
+        given["cu_seqlens_q"] = torch.nn.functional.pad(held.cumsum(0), (1, 0)).int()
+        given["seqused_q"] = queries if lengths == "in use" else None
+    mine, other = (prepare(lists, 90, True, **given) for lists in (stacked, ragged))
+    assert_same_walk(mine, other)
+    # What room there is for entries is that of one of the two lists.
+    assert mine.mask_block_idx.numel() == stacked.mask_block_idx.numel()
+    unknown = prepare(stacked, 90, True, **(given | dict(seqlen_q=torch.tensor(512))))  # by the host
+    assert_same_walk(unknown, other)
+
+
+def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
+    lists = formed(1, "stacked", SHAPES)
+    with pytest.raises(ValueError, match="cu_total_m_blocks is None: rows of stacked lists"):
+        merged_lists(lists, num_q_blocks=4)
+    with pytest.raises(ValueError, match=r"cu_total_m_blocks has shape \(3,\), cu_total_n_blocks \(6,\)"):
+        prepare(lists, 90, True, seqlen_q=512, block_q=128, cu_seqlens_q=torch.tensor([0, 4, 9]).int())
+
+
+# Both directions, head dimensions 64, 96 and 128, with and without groups of heads. Planned ones: test_backward_plan.
+REPEATED = [CASES[1], CASES[2], CASES[4]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REPEATED, ids=str)
+def test_bits_repeat_beside_other_work(case: Case) -> None:
+    assert_bits_repeat(case, 100, beside_other_work=True)
+
+
+DENSE = [
+    Case(D=128, T_q=1000, T_k=1000, causal=True, deterministic=True),
+    Case(D=128, T_q=1500, T_k=1500, window=(300, 0), deterministic=True),
+    Case(D=64, packed=((300, 300), (5, 70), (0, 40), (700, 650), (90, 0)), causal=True, deterministic=True),
+    Case(D=128, packed=((300, 300), (700, 650)), window=(100, 0), deterministic=True, Hkv=1),
+]
+
+
+def launched_from_the_right(case: Case) -> bool:
+    """The order that backward tells its tile scheduler."""
+    from flash_attn.cute import flash_bwd_sm90
+
+    asked: list[bool] = []
+    with only_hosts(), noted(flash_bwd_sm90, "TileSchedulerArguments", lambda *args, **named: named["lpt"], asked):
+        compile_case(case)
+    (lpt,) = asked
+    return lpt
+
+
+@pytest.mark.parametrize("case", DENSE[:3], ids=str)
+def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case) -> None:
+    assert not compiler_sm90.trace(launched_from_the_right, case)
+
+
+def adds_apart(case: Case) -> bool:
+    """True where warps of their own add dq, dk and dv; otherwise one adds dq, and the warpgroups dk and dv."""
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+
+    found: list[bool] = []
+    with only_hosts(), noted(FlashAttentionBackwardSm90, "_setup_attributes", lambda self: self.adds_apart, found):
+        compile_case(case)
+    (apart,) = found
+    return apart
+
+
+LISTED = Case(D=128, T_q=700, T_k=700, Hkv=4, causal=True, lists="both", deterministic=True)
+PLACED = Case(D=128, T_k=1000, Hkv=4, window=(511, 0), offsets=(0, 611), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "apart"),
+    [(DENSE[0], True), (DENSE[1], True), (LISTED, False), (PLACED, False)],
+    ids=str,
+)
+def test_warps_of_their_own_add_without_lists_and_positions(compiler_sm90: Worker, case: Case, apart: bool) -> None:
+    assert compiler_sm90.trace(adds_apart, case) is apart
+
+
+TILE_M, TILE_N = 4, 8
+WINDOW = 17
+
+
+def ordered_reduction(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
+    """rank_of of (seqlen_q, seqlen_k, factor, offset, key tile, query tile), -1 where they do not meet; in a worker."""
+    import cutlass.cute as cute
+    from cutlass import Int32, const_expr
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.block_info import BlockInfo
+    from flash_attn.cute.bwd_sm90.ordered_reduction import rank_of
+    from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    @cute.jit
+    def all_turns(cases: cute.Tensor, out: cute.Tensor):
+        for i in range(cute.size(cases, mode=[0])):
+            info, n, m = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1]), cases[i, 4], cases[i, 5]
+            if const_expr(compressed):
+                compress = CompressedCausal.create(CompressArgs(cases[i, 2], cases[i, 3]))
+                blocks = BlockInfo(TILE_M, TILE_N, True, compress=compress)
+            else:
+                blocks = BlockInfo(TILE_M, TILE_N, False, True, False, Int32(WINDOW), Int32(0))
+            begin, end = blocks.get_m_block_min_max(info, n)
+            if begin <= m and m < end:
+                out[i] = rank_of(blocks, info, compressed, n, m)
+
+    with unset_fake_temporarily():
+        out = torch.full((len(cases),), -1, dtype=torch.int32)
+        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
+        cute.compile(all_turns, *args, options="--enable-tvm-ffi")(cases, out)
+        return out
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_turns_are_in_the_order_of_the_launch(compiler_sm90: Worker, compressed: bool) -> None:
+    pairs = [(3, -20), (3, 2), (16, 31)] if compressed else [(1, 0)]
+    calls = [(*call, *pair) for call in product((1, 5, 33, 64), (1, 8, 33, 70)) for pair in pairs]
+    cases = []
+    for seqlen_q, seqlen_k, *pair in calls:
+        n_blocks = range(-(-seqlen_k // TILE_N))
+        for n, m in product(reversed(n_blocks) if compressed else n_blocks, range(-(-seqlen_q // TILE_M))):
+            cases.append((seqlen_q, seqlen_k, *pair, n, m))
+    found = compiler_sm90.run(ordered_reduction, torch.tensor(cases, dtype=torch.int32), compressed)
+    added: Counter[tuple[int, ...]] = Counter()
+    for (*call, _, m), rank in zip(cases, found.tolist()):
+        if rank >= 0:
+            assert rank == added[(*call, m)], (call, m)
+            added[(*call, m)] += 1
+    assert added
+
+
+def code_of(case: Case) -> list[tuple[list[int], bool]]:
+    """Stack frames of the backward kernel, and whether its products are serialized; in a worker."""
+    x = make_inputs(case)
+    code = cubins(partial(backward, case, x, *outputs(case, x)))
+    return [(frames(cubin), serialized(cubin)) for cubin in code if b"FlashAttentionBackwardSm90" in cubin]
+
+
+def test_products_overlap_beside_turns(compiler_sm90: Worker) -> None:
+    """Turns at dk and dv among the products would have the compiler wait for each of these: 1.25 times as long."""
+    case = Case(D=128, T_q=1000, T_k=300, Hq=6, compress=(3, 2), deterministic=True)
+    assert compiler_sm90.run(code_of, case) == [([0], False)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_bits_repeat(case: Case) -> None:
+    assert_bits_repeat(case, 30)
+
+
+SHORT = Case(D=64, T_q=100, T_k=700, lists="both", list_heads=4, deterministic=True)
+CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=True)
+
+
+def semaphore_calls(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
+    """For each turn the compiled kernel may pass on: heads of a group, flags in use, and the branches around it."""
+    from flash_attn.cute import flash_bwd_sm100
+
+    x = make_inputs(case)
+    with noted(flash_bwd_sm100, "pass_semaphore", lambda *args: (*args[-2:], operations_around()[:1])) as found:
+        backward(case, x, *outputs(case, x))
+    return found
+
+
+@pytest.mark.parametrize("case", [CASE, replace(CASE, D=128, Hkv=1, block=(256, 256))], ids=str)
+def test_both_gradients_have_a_turn_of_nothing(compiler_sm100: Worker, case: Case) -> None:
+    """Only where a CTA has nothing to loop, and for the flags of both warpgroups."""
+    assert compiler_sm100.trace(semaphore_calls, case) == [(case.Hq // case.Hkv, 2, ("scf.if",))] * 2
+
+
+@pytest.mark.parametrize("change", [{"deterministic": False}, {"Hkv": 4}], ids=str)
+def test_no_turns_where_nothing_is_added_in_order(compiler_sm100: Worker, change: dict) -> None:
+    assert compiler_sm100.trace(semaphore_calls, replace(CASE, **change)) == []
+
+
+def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
+    """Both flags of each key tile, key/value head and sequence, after a turn at one of them; in a worker."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from turn_kernels import Flags, list_rows, pass_turns
+
+    with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(list_rows, "barrier", Flags)
+        of = torch.full((2, 3, 4, 2), before, dtype=torch.int32)  # as the interface makes it: [B, Hkv, tiles, 2]
+        rank = from_dlpack(of.permute(2, 3, 1, 0)), Int32(3), Int32(head), Int32(1)
+        cute.compile(pass_turns, *rank, group, flags)(*rank)
+        return of.flatten(0, 2).tolist()
+
+
+@pytest.mark.parametrize("flags", [1, 2])
+@pytest.mark.parametrize("head", [4, 5])
+def test_a_turn_is_waited_for_and_given_on(compiler_sm100: Worker, head: int, flags: int) -> None:
+    at, before = (1 * 3 + head // 2) * 4 + 3, head % 2
+    expected = [[before, before] for _ in range(24)]
+    expected[at] = [before + 1, before + 1 if flags == 2 else before]
+    assert compiler_sm100.run(passed, head, 2, flags, before) == expected
+    assert compiler_sm100.run(passed, head, 2, flags, before + 1)[at][0] < 0  # it would wait
+
+
+def test_some_heads_list_nothing() -> None:
+    """The case of the next test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa_lists, "block", lambda case: (128, 128))
+        listed, _ = fa_lists.tables(SHORT)[0]
+    empty = ~listed.any(1)
+    assert (empty[::2] & ~empty[1::2]).any(), "of one group"
+
+
+@pytest.mark.gpu
+def test_numbers() -> None:
+    from fa_reference import assert_case
+
+    assert_case(SHORT)
+
+
+@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.sweep)])
+def test_compiles(compiler_sm100: Worker, D: int) -> None:
+    """With an order of writes for the blocks that are listed, and none for full ones."""
+    compiler_sm100.trace(compile_case, Case(D=D, lists="no full", deterministic=True))

@@ -1,0 +1,288 @@
+"""Steps of SM90 forward: two blocks of 64 keys, masks at edges only, tiles counted from a window's end."""
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial, wraps
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, forward, make_inputs, swept
+from fa_compile import Worker, built_kernels, noted
+from fa_reference import assert_close, reference
+
+HALVES = dict(T_q=700, T_k=700, lists="both", block=(128, 64))
+CASES = [
+    Case(D=128, **HALVES, causal=True, list_heads=2),
+    Case(D=64, **HALVES, causal=True, list_heads=2, pack_gqa=False),
+    Case(D=96, **HALVES, window=(200, 30), list_heads=2),
+    Case(D=128, **HALVES, Hq=6, list_heads=2, window=(100, None), mask_mod="thirds"),
+    Case(D=128, **HALVES, Hq=6, list_heads=6, causal=True, mask_mod="thirds"),
+    Case(D=128, **(HALVES | dict(lists="no full")), Hq=8, Hkv=1, causal=True),
+]
+PACK = ((300, 300), (0, 0), (1, 1), (700, 700), (64, 200))
+PACKED = [
+    Case(D=128, packed=PACK, lists="both", block=(128, 64), form="compact", list_heads=2, mask_mod="thirds"),
+    Case(D=64, packed=PACK, lists="both", block=(128, 64), form="stacked", window=(100, 20)),
+    Case(D=128, packed=PACK, lists="no full", block=(128, 64), form="ragged", causal=True),
+]
+# Of key blocks, or head dimensions, that a step of two blocks does not fit.
+OWN_TILE = [
+    Case(D=128, T_q=300, T_k=300, lists="both"),
+    Case(D=256, T_q=300, T_k=300, lists="both", block=(128, 64)),
+    Case(D=192, Dv=128, Hkv=4, T_q=300, T_k=300, lists="both", block=(64, 96)),
+]
+
+
+def kernels_of(case: Case, **options: object) -> list[tuple[int, int]]:
+    """Blocks of a step and keys of a tile, of every forward kernel that a call compiles."""
+    from flash_attn.cute import interface
+
+    attend = partial(interface._flash_attn_fwd, **options)
+    attend.compile_cache = interface._flash_attn_fwd.compile_cache
+    with pytest.MonkeyPatch.context() as patch, built_kernels("FlashAttentionForwardSm90") as kernels:
+        patch.setattr(interface, "_flash_attn_fwd", attend)
+        forward(case, make_inputs(case))
+    return [(kernel.list_parts, kernel.tile_n) for kernel in kernels]
+
+
+def softcapped(case: Case) -> list[tuple[int, int]]:
+    return kernels_of(case, softcap=20.0)
+
+
+@pytest.mark.parametrize("case", [*CASES, *PACKED], ids=str)
+def test_two_blocks_of_64_are_a_tile(compiler_sm90: Worker, case: Case) -> None:
+    assert compiler_sm90.trace(kernels_of, case) == [(2, 128)]
+
+
+@pytest.mark.parametrize("case", OWN_TILE, ids=str)
+def test_other_blocks_are_a_tile_each(compiler_sm90: Worker, case: Case) -> None:
+    ((parts, tile_n),) = compiler_sm90.trace(kernels_of, case)
+    assert parts == 0 and tile_n == (case.block or (128, 128))[1]
+
+
+def test_a_score_mod_takes_tiles_of_a_block(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.trace(softcapped, CASES[0]) == [(0, 64)]
+
+
+def compressed(case: Case) -> list[tuple[int, int]]:
+    return kernels_of(case, compress_factor=2, compress_offset=1)
+
+
+@pytest.mark.parametrize("case", [CASES[0], replace(CASES[0], block=(64, 64))], ids=str)
+def test_a_compressed_mask_takes_tiles_of_a_block(compiler_sm90: Worker, case: Case) -> None:
+    """The mask of a step of two blocks does not know it."""
+    assert compiler_sm90.trace(compressed, case) == [(0, 64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_compressed_mask_is_the_same_as_a_mask_mod(D: int) -> None:
+    """Query t sees key j where 2 * j + 1 <= t."""
+    from fa_lists import forward_lists
+    from fa_mask_mods import halves
+
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    case = Case(D=D, T_q=700, T_k=350, lists="both", block=(128, 64), list_heads=2)
+    x, lists = make_inputs(case), forward_lists(case)
+    of_both = lists._replace(
+        mask_block_cnt=lists.mask_block_cnt + lists.full_block_cnt,
+        mask_block_idx=_joined(lists),
+        full_block_cnt=None,
+        full_block_idx=None,
+    )
+    given = dict(block_sparse_tensors=of_both, return_lse=True)
+    o, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, causal=True, compress_factor=2, compress_offset=1, **given)
+    same, same_lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, mask_mod=halves, **given)
+    seen = lse.isfinite()
+    assert seen.equal(same_lse.isfinite()) and seen.any() and not seen.all()
+    assert (lse[seen] - same_lse[seen]).abs().max() < 1e-4
+    assert (o.float() - same.float()).abs().max() < 2e-2
+
+
+def _joined(lists: Any) -> torch.Tensor:
+    """A row's mask blocks, then its full ones: no more than there are blocks, which is as wide as rows may be."""
+    mask, full = lists.mask_block_idx, lists.full_block_idx
+    at = torch.arange(mask.shape[-1] + full.shape[-1], device="cuda").expand(*mask.shape[:-1], -1)
+    first = lists.mask_block_cnt[..., None]
+    both = torch.cat([mask, full], -1)
+    place = torch.where(at < first, at, at - first + mask.shape[-1]).clamp(max=at.shape[-1] - 1)
+    most = int((lists.mask_block_cnt + lists.full_block_cnt).max())
+    return both.gather(-1, place)[..., :most].contiguous()
+
+
+LISTED = dict(D=128, T_q=700, T_k=700, lists="both")
+UNMASKED_PACK = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0))
+OPEN, MOD, MOD_AND_EDGES, EDGES = "open", "mod", "mod, edges", "edges"
+
+
+def masks(case: Case) -> Counter[str]:
+    """The number of steps with each mask in the code of a forward kernel; in a worker."""
+    from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90 as Forward
+    from flash_attn.cute.mask import AttentionMask
+
+    said: list[list[str]] = []
+
+    original_mask, inside = AttentionMask.apply_mask, []
+
+    @wraps(original_mask)
+    def masked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not inside and "mask_seqlen" in kwargs:  # not the calls that it makes itself
+            edges = kwargs["mask_seqlen"] or kwargs["mask_causal"] or kwargs["mask_local"]
+            mod = kwargs.get("mask_mod") is not None
+            said[-1].append(MOD_AND_EDGES if mod and edges else MOD if mod else EDGES)
+        inside.append(True)
+        try:
+            return original_mask(self, *args, **kwargs)
+        finally:
+            inside.pop()
+
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(AttentionMask, "apply_mask", masked)
+        for name in ("mma_one_n_block_intrawg_overlap", "first_half_block_overlap"):
+            stack.enter_context(noted(Forward, name, lambda *args, **options: [], said))
+        forward(case, make_inputs(case))
+    return Counter(" or ".join(sorted(set(of_step))) or OPEN for of_step in said)
+
+
+def test_a_length_of_whole_blocks_needs_no_mask(compiler_sm90: Worker) -> None:
+    """The loop is there twice; in the first one nothing is masked but by a mask_mod."""
+    case = Case(**LISTED)
+    found = compiler_sm90.trace(masks, case)
+    # A loop has two first steps, the first full block after mask ones, and the steps of either list.
+    assert found == {OPEN: 5, EDGES: 5}
+    found = compiler_sm90.trace(masks, replace(case, mask_mod="thirds"))
+    assert found == {OPEN: 3, MOD: 2, EDGES: 3, MOD_AND_EDGES: 2}
+
+
+def test_blocks_past_the_end_of_a_packed_sequence_stay_hidden(compiler_sm90: Worker) -> None:
+    found = compiler_sm90.trace(masks, Case(D=128, packed=UNMASKED_PACK, lists="both"))
+    assert found[OPEN] == 0 and sum(found.values()) == 5
+
+
+CAUSAL, WINDOW = Case(**LISTED, causal=True), Case(**LISTED, window=(200, 30))
+PLAIN, MODIFIED = {OPEN: 2, EDGES: 5}, {OPEN: 1, MOD: 1, EDGES: 3, MOD_AND_EDGES: 2}
+INSIDE = [(CAUSAL, PLAIN), (replace(CAUSAL, mask_mod="thirds"), MODIFIED)]
+INSIDE += [(replace(WINDOW, mask_mod="thirds"), MODIFIED), (WINDOW, PLAIN)]
+
+
+@pytest.mark.parametrize("inside", swept(INSIDE, 2), ids=str)
+def test_steps_inside_the_edges_need_no_mask(compiler_sm90: Worker, inside: tuple[Case, dict[str, int]]) -> None:
+    case, expected = inside
+    assert compiler_sm90.trace(masks, case) == expected
+
+
+CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
+# What a call has beside that, and the queries and keys of a tile; None: the kernel's own, at multiples of its width.
+CALLS: list[tuple[dict[str, Any], tuple[int, int] | None]] = [
+    ({}, (192, 80)),
+    ({"window": (100, 60)}, (192, 80)),
+    ({"window": (2048, 0), "Hkv": 8}, (192, 80)),
+    ({"D": 112}, (192, 80)),
+    ({"D": 64}, None),
+    ({"Dv": 112}, None),
+    ({"window": (4096, 0)}, None),
+    ({"window": (None, 100)}, None),
+    ({"Hq": 5, "Hkv": 1, "pack_gqa": True}, None),
+    ({"mask_mod": "thirds"}, None),
+    ({"option": "sink"}, None),
+    ({"packed": ((333, 333), (667, 667))}, None),
+    ({"option": "seqused"}, None),
+]
+TILES = [(4, 4, 1), (6, 4, 1), (8, 5, 4), (6, 8, 3), (8, 4, 3)]  # queries, keys, packed heads
+WINDOWS = [(0, 0), (3, 0), (4, 0), (9, 0), (2, 3), (40, 0)]
+LENGTHS = [(1, 1), (9, 9), (33, 33), (33, 20), (20, 33), (1, 33)]
+OFFSETS = [None, 0, 13]
+
+
+def tile_of(case: Case) -> tuple[int, int] | None:
+    with built_kernels("FlashAttentionForwardSm90") as kernels:
+        forward(case, make_inputs(case))
+    return (kernels[0].tile_m, kernels[0].tile_n) if kernels[0].ends_windows else None
+
+
+@pytest.mark.parametrize("asked,expected", CALLS, ids=str)
+def test_who_counts_from_the_end(
+    asked: dict[str, Any], expected: tuple[int, int] | None, compiler_sm90: Worker
+) -> None:
+    assert compiler_sm90.trace(tile_of, replace(CALL, **asked)) == expected
+
+
+def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> torch.Tensor:
+    """For (seqlen_q, seqlen_k, left, right, q_offset or -1, m tile): the origin, the key of query 0 and the number of
+    keys counted from there, the first tile and the end of all; in a worker."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.block_info import BlockInfo
+    from flash_attn.cute.fwd_sm90.window_tiles import from_origin
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    @cute.jit
+    def ranges(cases: cute.Tensor, out: cute.Tensor, group: cutlass.Constexpr, offsets: cutlass.Constexpr):
+        for i in range(cute.size(cases, mode=[0])):
+            seqlen = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1])
+            if cutlass.const_expr(offsets):
+                seqlen = replace(seqlen, q_offset=cases[i, 4])
+            info = BlockInfo(
+                tile_m, tile_n, False, True, False, cases[i, 2], cases[i, 3], qhead_per_kvhead_packgqa=group
+            )
+            seqlen, origin = from_origin(info, seqlen, cases[i, 5])
+            n_min, n_max = info.get_n_block_min_max(seqlen, cases[i, 5])
+            out[i, 0], out[i, 1], out[i, 2] = origin, seqlen.seqlen_k - seqlen.seqlen_q + seqlen.shift, seqlen.seqlen_k
+            out[i, 3], out[i, 4] = n_min, n_max
+
+    with unset_fake_temporarily():
+        out = torch.full((len(cases), 5), -1, dtype=torch.int32)
+        given = cases[:, 4] >= 0
+        for offsets in (False, True):
+            some = cases[given == offsets], torch.full((int((given == offsets).sum()), 5), -1, dtype=torch.int32)
+            args = [from_dlpack(t).mark_layout_dynamic() for t in some]
+            cute.compile(ranges, *args, group, offsets, options="--enable-tvm-ffi")(*some)
+            out[given == offsets] = some[1]
+        return out
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_hold_what_the_queries_see(tile: tuple[int, int, int], compiler_sm90: Worker) -> None:
+    tile_m, tile_n, heads = tile
+    cases = [
+        (T_q, T_k, left, right, -1 if offset is None else offset, m)
+        for (T_q, T_k), (left, right), offset in product(LENGTHS, WINDOWS, OFFSETS)
+        for m in range(-(-T_q * heads // tile_m))
+    ]
+    found = compiler_sm90.run(kernel_ranges, torch.tensor(cases, dtype=torch.int32), *tile).tolist()
+    fewest = 0
+    for (T_q, T_k, left, right, offset, m), (origin, own, keys, n_min, n_max) in zip(cases, found):
+        place = f"{(T_q, T_k, left, right, offset, m)}: {(origin, own, keys, n_min, n_max)}"
+        first = T_k - T_q if offset < 0 else offset
+        assert 0 <= origin < tile_n and own == first - origin and keys == T_k - origin, place
+        rows = range(m * tile_m // heads, min(-(-(m + 1) * tile_m // heads), T_q))
+        seen = {key for row in rows for key in range(row + first - left, row + first + right + 1) if 0 <= key < T_k}
+        loaded = range(origin + n_min * tile_n, origin + n_max * tile_n)
+        assert not seen or (min(seen) >= loaded.start and max(seen) < loaded.stop), place
+        tokens = -(-(m + 1) * tile_m // heads) - m * tile_m // heads
+        if seen and rows[0] + first - left >= tile_n and rows[0] + tokens + first + right <= T_k:
+            assert n_max - n_min == -(-(tokens + left + right) // tile_n), place
+            fewest += 1
+    assert fewest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [{}, {"Hq": 16, "Hkv": 1}, {"window": (100, 60)}, {"pack_gqa": False}], ids=str)
+def test_numbers_and_no_bit_of_a_row_depends_on_what_follows(asked: dict[str, Any]) -> None:
+    case = replace(CALL, T_q=1200, T_k=1200, seed=1, **asked)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
+    assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
+    for T in (1, 65, 600, 1111):
+        short = replace(case, T_q=T, T_k=T)
+        got, _ = forward(short, replace(x, q=x.q[:, :T], k=x.k[:, :T], v=x.v[:, :T]))
+        whole = T - case.window[1]  # rows that see no key past the end
+        assert torch.equal(got[:, : max(whole, 0)], o[:, : max(whole, 0)]), f"{T} tokens of {case!r}"

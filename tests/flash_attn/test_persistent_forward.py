@@ -1,0 +1,323 @@
+"""SM90 forward with persistent CTAs: compressed keys, short lists, short windows; no bit depends on it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, forward, in_order, make_inputs
+from fa_compile import Worker, built_kernels
+from fa_lists import forward_lists
+from fa_reference import assert_close, reference
+
+from fuzz.canary import Guarded
+
+
+def stages(case: Case) -> int:
+    """Stages of keys and values, beside two tiles of queries, of a forward kernel whose tiles overlap; else 0."""
+    with built_kernels("FlashAttentionForwardSm90") as kernels:
+        forward(case, make_inputs(case))
+    return kernels[0].num_stages if kernels[0].overlap_tiles else 0
+
+
+@contextmanager
+def one_cta_a_tile() -> Iterator[None]:
+    from flash_attn.cute import interface
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface.persistence, "overlapped_stages", lambda *_, **__: 0)
+        yield
+
+
+def assert_same_bits(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of a call, which are those of a CTA to each tile: all of it is written, every time."""
+    with one_cta_a_tile():
+        expected = call()
+    assert expected[0].isfinite().all() and not expected[1].isnan().any()
+    for _ in range(3):
+        with Guarded("cuda"):
+            got = call()
+            torch.cuda.synchronize()
+        assert all(map(torch.equal, got, expected))
+    return expected
+
+
+CALL = Case(D=128, T_q=4096, T_k=67, Hq=8, compress=(64, 63))
+# What a call has beside that, and whether tiles overlap.
+CALLS: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"Hkv": 1}, True),
+    ({"Hkv": 8, "D": 64}, True),
+    ({"D": 96}, True),
+    ({"D": 112}, True),
+    ({"pack_gqa": False}, True),
+    ({"option": "sink"}, True),
+    ({"option": "seqused"}, True),
+    ({"overlap": False}, True),
+    ({"D": 256}, False),
+    ({"Dv": 64}, False),
+    ({"Hq": 5, "Hkv": 1}, False),
+    ({"compress": (1, 63)}, False),
+    ({"mask_mod": "thirds"}, False),
+    ({"option": "softcap"}, False),
+    ({"packed": ((1365, 22), (2731, 45))}, False),
+    ({"option": "seqused_q"}, False),
+]
+
+
+@pytest.mark.parametrize("asked,expected", CALLS, ids=str)
+def test_who_overlaps(asked: dict[str, Any], expected: bool, compiler_sm90: Worker) -> None:
+    assert bool(compiler_sm90.trace(stages, replace(CALL, **asked))) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [asked for asked, expected in CALLS if expected], ids=str)
+def test_not_a_bit_of_the_result_depends_on_it(asked: dict[str, Any]) -> None:
+    for T in (1, 1000, 16384):  # fewer tiles than multiprocessors, about as many, and many rounds
+        case = replace(CALL, T_q=T, T_k=T // 64 + 3, seed=T, **asked)
+        x = make_inputs(case)
+        o, lse = assert_same_bits(lambda: forward(case, x))
+        # Queries before the first block's last token see nothing.
+        assert not o[:, :63].any() and (case.option == "sink" or lse[..., :63].isneginf().all())
+
+
+@pytest.mark.parametrize(
+    ("asked", "stages"),
+    [
+        ((128, 128, 192, 80, 4, False), 3),
+        ((96, 96, 192, 144, 1, False), 2),
+        ((256, 256, 128, 80, 1, False), 0),
+        ((128, 64, 128, 128, 1, False), 0),
+        ((128, 128, 192, 80, 5, False), 0),
+    ],
+    ids=str,
+)
+def test_as_many_stages_as_fit(asked: tuple[int, ...], stages: int) -> None:
+    from flash_attn.cute.compressed_causal.mask import CompressArgs
+    from flash_attn.cute.fwd_sm90.persistence import SMEM_BYTES, ForwardTile, overlapped_stages
+
+    tile = ForwardTile(*asked)
+    assert overlapped_stages(tile, compress=CompressArgs(64, 0)) == stages
+    assert overlapped_stages(tile, compress=CompressArgs(1, 5)) == 0, "with a factor of 1 the tiles are upstream's"
+    D, Dv, tile_m, tile_n = asked[:4]
+    assert 2 * (2 * tile_m * D + stages * tile_n * (D + Dv)) < SMEM_BYTES or not stages
+
+
+LISTS = dict(T_q=700, T_k=700, lists="both")
+# A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.
+CASES: list[tuple[Case, int]] = [
+    (Case(D=128, T_q=700, T_k=700, lists="full"), 2),
+    (Case(D=128, T_q=700, T_k=700, lists="no full", mask_mod="thirds"), 2),
+    (Case(D=128, causal=True, Hq=8, list_heads=2, **LISTS), 2),
+    (Case(D=128, causal=True, Hq=8, list_heads=2, pack_gqa=False, **LISTS), 2),
+    (Case(D=128, Hq=8, list_heads=8, **LISTS), 2),
+    (Case(D=128, mask_mod="keyed", causal=True, **LISTS), 2),
+    (Case(D=128, window=(100, 0), **LISTS), 2),
+    (Case(D=128, overlap=False, **LISTS), 2),
+    (Case(D=128, block=(128, 64), causal=True, **LISTS), 2),
+    (Case(D=128, block=(256, 64), mask_mod="thirds", **LISTS), 2),
+    (Case(D=128, block=(64, 64), list_heads=2, **LISTS), 3),
+    (Case(D=128, block=(64, 128), **LISTS), 3),
+    (Case(D=128, q_tiles=2, causal=True, pack_gqa=False, **LISTS), 2),
+    (Case(D=64, Hq=6, list_heads=2, pack_gqa=False, **LISTS), 3),
+    (Case(D=64, causal=True, **LISTS), 3),
+    (Case(D=64, block=(128, 64), mask_mod="thirds", **LISTS), 3),
+    (Case(D=96, causal=True, **LISTS), 3),
+    # Heads of a group that do not divide a tile, other values than keys, no room, no registers, packed sequences,
+    # wide rows.
+    (Case(D=128, Hq=6, **LISTS), 0),
+    (Case(D=192, Dv=128, block=(64, 96), Hkv=4, **LISTS), 0),
+    (Case(D=256, block=(128, 64), **LISTS), 0),
+    (Case(D=256, block=(64, 64), **LISTS), 0),
+    (Case(D=128, packed=((100, 130), (600, 200)), lists="both"), 0),
+    (Case(D=128, T_q=300, T_k=128 * 33, lists="both"), 0),
+    (Case(D=128, T_q=300, T_k=128 * 32, lists="both"), 2),
+]
+
+
+@pytest.mark.parametrize("case,expected", CASES, ids=str)
+def test_lists_that_overlap(case: Case, expected: int, compiler_sm90: Worker) -> None:
+    assert compiler_sm90.trace(stages, case) == expected
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3, 33), (1, 2, 3, 32)])
+def test_wide_rows_do_not(shape: tuple[int, ...]) -> None:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.fwd_sm90.persistence import ForwardTile, overlapped_stages
+
+    counts, entries = torch.zeros(shape[:3], dtype=torch.int32), torch.zeros(shape, dtype=torch.int32)
+    tile = ForwardTile(128, 128, 128, 128, packed_heads=1, p_in_smem=False)
+    both = BlockSparseTensorsTorch(counts, entries, counts, entries)
+    assert overlapped_stages(tile, lists=both) == (2 if shape[-1] == 32 else 0)
+    assert overlapped_stages(tile, lists=BlockSparseTensorsTorch(counts, entries)) == 2
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Random lists of very different lengths."""
+
+    T: int
+    B: int = 1
+    Hq: int = 8
+    Hkv: int = 2
+    D: int = 128
+    width: int = 20
+    causal: bool = False
+    empty: float = 0.3  # of the rows, about how many
+
+
+WALKS = [
+    Walk(T=1),
+    Walk(T=128, Hq=1, Hkv=1),
+    Walk(T=200, B=2, empty=1.0),
+    Walk(T=2100, B=3),
+    Walk(T=20000, B=2),
+    Walk(T=20000, D=64, causal=True),
+    Walk(T=70000, Hq=16, Hkv=4, empty=0.9),
+]
+
+
+def random_call(loop: Walk, pack_gqa: bool) -> tuple[Case, Any, torch.Tensor]:
+    """A case, lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    torch.manual_seed(loop.T)
+    sizes = dict(D=loop.D, T_q=loop.T, T_k=loop.T, B=loop.B, Hq=loop.Hq, Hkv=loop.Hkv)
+    M = -(-loop.T // 128)
+    shape = (loop.B, loop.Hkv, M)
+    empty = torch.rand(shape, device="cuda") < loop.empty
+
+    def lists() -> tuple[torch.Tensor, torch.Tensor]:
+        counts = torch.randint(0, min(loop.width, M) + 1, shape, device="cuda").masked_fill(empty, 0)
+        blocks = torch.rand((*shape, M), device="cuda").topk(min(loop.width, M)).indices
+        return counts.int(), blocks.int()
+
+    lists_ = BlockSparseTensorsTorch(*lists(), *lists(), block_size=(128, 128))
+    case = Case(**sizes, causal=loop.causal, pack_gqa=pack_gqa)
+    return case, lists_, (lists_.mask_block_cnt + lists_.full_block_cnt) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("loop", "pack_gqa"), in_order(WALKS, True, False), ids=str)
+def test_not_a_bit_depends_on_it(loop: Walk, pack_gqa: bool) -> None:
+    """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
+    case, lists, empty = random_call(loop, pack_gqa)
+    x = make_inputs(case)
+    o, lse = assert_same_bits(lambda: forward(case, x, lists))
+    group = loop.Hq // loop.Hkv
+    unseen = empty.repeat_interleave(group, 1).repeat_interleave(128, 2)[..., : loop.T]
+    assert not o[unseen.transpose(1, 2)].any() and lse[unseen].isneginf().all()
+
+
+@pytest.mark.gpu
+def test_lists_with_nothing_in_them() -> None:
+    case = Case(D=128, Hq=8, list_heads=2, **LISTS)
+    x, lists = make_inputs(case), forward_lists(case)
+    nothing = {name: torch.zeros_like(getattr(lists, name)) for name in ("mask_block_cnt", "full_block_cnt")}
+    o, lse = forward(case, x, lists._replace(**nothing))
+    assert not o.any()
+    assert lse.eq(float("-inf")).all()
+
+
+WINDOW_CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
+# What a call has beside that, and how many stages of keys and values; 0: a CTA to a tile.
+WINDOW_CALLS: list[tuple[dict[str, Any], int]] = [
+    ({}, 3),
+    ({"pack_gqa": False}, 3),
+    ({"window": (100, 60)}, 3),
+    ({"window": (0, 0)}, 3),
+    ({"Hkv": 8}, 3),
+    ({"D": 64}, 3),
+    ({"D": 64, "window": (0, 700), "pack_gqa": True}, 3),
+    ({"D": 96}, 2),
+    ({"D": 112}, 3),
+    ({"dtype": "float16"}, 3),
+    ({"overlap": False}, 3),
+    ({"window": (2048, 0)}, 3),
+    # Long windows, no window or half of one, no registers, other values than keys, heads that do not divide a tile.
+    ({"window": (4096, 0)}, 0),
+    ({"window": (1500, 1500)}, 0),
+    ({"window": (None, None), "causal": True}, 0),
+    ({"window": (None, 100)}, 0),
+    ({"window": (100, None)}, 0),
+    ({"D": 192}, 0),
+    ({"D": 256}, 0),
+    ({"Dv": 64}, 0),
+    ({"Hq": 5, "Hkv": 1, "pack_gqa": True}, 0),
+    ({"mask_mod": "thirds"}, 0),
+    ({"option": "softcap"}, 0),
+    ({"option": "sink"}, 0),
+    ({"packed": ((333, 333), (667, 667))}, 0),
+    ({"option": "seqused_q"}, 0),
+    ({"option": "seqused"}, 0),
+]
+OVERLAP = pytest.mark.parametrize("asked", [asked for asked, expected in WINDOW_CALLS if expected], ids=str)
+
+
+@pytest.mark.parametrize("asked,expected", WINDOW_CALLS, ids=str)
+def test_windows_that_overlap(asked: dict[str, Any], expected: int, compiler_sm90: Worker) -> None:
+    assert compiler_sm90.trace(stages, replace(WINDOW_CALL, **asked)) == expected
+
+
+def kernels_of(lefts: tuple[int, ...]) -> list[bool]:
+    """The kernels that are compiled for calls with these windows: whether tiles overlap."""
+    with built_kernels("FlashAttentionForwardSm90") as kernels:
+        for left in lefts:
+            case = replace(WINDOW_CALL, D=64, window=(left, 0))
+            forward(case, make_inputs(case))
+    return [kernel.overlap_tiles for kernel in kernels]
+
+
+def test_windows_of_either_kind_have_kernels_of_their_own(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.trace(kernels_of, (512, 8192, 100, 5000)) == [True, False]
+
+
+@pytest.mark.parametrize("tile,packed_heads", [((128, 128), 1), ((128, 128), 16), ((192, 128), 4), ((192, 80), 1)])
+@pytest.mark.parametrize("window", [(0, 0), (127, 0), (512, 0), (100, 300), (2048, 0)])
+def test_key_tiles_of_a_tile_are_counted(tile: tuple[int, int], packed_heads: int, window: tuple[int, int]) -> None:
+    from flash_attn.cute.fwd_sm90.persistence import ForwardTile
+
+    rows, (left, right) = tile[0] // packed_heads, window
+    reached = []
+    for first in range(4096, 4096 + tile[1]):  # wherever a tile's first query stands
+        reached.append((first + rows - 1 + right) // tile[1] - (first - left) // tile[1] + 1)
+    assert ForwardTile(128, 128, *tile, packed_heads, False).keys_reached(left, right) == max(reached)
+
+
+def ctas_of(tiles: tuple[int, ...]) -> list[int]:
+    """CTAs of so many tiles on 10 multiprocessors."""
+    from flash_attn.cute.fwd_sm90 import persistent_scheduler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(persistent_scheduler, "target_sm_count", lambda: 10)
+        grid_of = persistent_scheduler.PersistentScheduler.get_grid_shape
+        return [int(grid_of(SimpleNamespace(total_blocks=each))[0]) for each in tiles]
+
+
+def test_ctas_of_many_tiles_take_turns(compiler_sm90: Worker) -> None:
+    """Up to 8 to a multiprocessor, of 16 tiles at least."""
+    assert compiler_sm90.trace(ctas_of, (5, 100, 319, 320, 1279, 1 << 20)) == [5, 10, 10, 20, 70, 80]
+
+
+# Fewer tiles than multiprocessors, many rounds of them, and several CTAs to each; ends within a tile; shorter than the
+# window; more queries than keys, so that some see nothing; fewer.
+LENGTHS = [(1, 1), (65, 65), (300, 300), (1000, 1000), (4099, 4099), (1000, 300), (300, 1000), (1, 1000)]
+
+
+@pytest.mark.gpu
+@OVERLAP
+def test_numbers_and_not_a_bit_of_them_depends_on_it(asked: dict[str, Any]) -> None:
+    for T_q, T_k in [*LENGTHS, (70000, 70000)]:
+        case = replace(WINDOW_CALL, T_q=T_q, T_k=T_k, seed=T_q, **asked)
+        x = make_inputs(case)
+        o, lse = assert_same_bits(lambda: forward(case, x))
+        if T_q == 70000:
+            continue
+        exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
+        assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
+        assert lse.isneginf().equal(exact["lse"].isneginf())
+        seen = ~lse.isneginf()
+        torch.testing.assert_close(lse[seen].double(), exact["lse"][seen], atol=1e-3, rtol=1e-4)
