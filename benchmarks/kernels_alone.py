@@ -6,7 +6,7 @@ bf16, D 128, 16 blocks of 64 a token: "smooth" and "random" are `bench`'s data, 
 "trained" are random data and lists drawn like those of a trained model. "union" is the blocks that the tokens of a
 kernel's tile list together over those of one of them. "selected" is `selected_attention`, which makes what kernels
 read of the lists on the way: unions in forward, unions and pairs in backward. Medians of
-CUDA-event timings after a warm-up, the host's part hidden; calls take turns, on inputs that are many times the L2.
+CUDA-event timings after a warm-up, the host's part hidden; calls are interleaved, on inputs that are many times the L2.
 flash-linear-attention's `parallel_nsa` takes part where it is installed and a group has a multiple of 16 heads. SFNSA,
 which no package index has, does not.
 """
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", nargs="+", default=["32/8", "64/4"], help="of queries / of keys and values")
     parser.add_argument("--data", nargs="+", default=[TRAINED, *DATA], choices=[TRAINED, *DATA])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="columns, whose calls alone take turns")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="columns to time")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write every median, in milliseconds")
     args = parser.parse_args()
@@ -67,7 +67,7 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     from nsa_layer.cute.forward import attend
     from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists
     from nsa_layer.cute.topk_dispatch import token_topk
-    from nsa_layer.kernels.mean_pool.pool import pool
+    from nsa_layer.kernels.pooling.mean_pool import pool
 
     static = dict(B=1, T=T, Hq=Hq, Hkv=Hkv, D=D, Dv=D, dtype=torch.bfloat16, config=CONFIG, gate="none", device="cuda")
     shape = Shape(**static, data="random" if data == TRAINED else data)
