@@ -67,7 +67,7 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     from nsa_layer.cute.forward import attend
     from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists
     from nsa_layer.cute.topk_dispatch import token_topk
-    from nsa_layer.kernels.mean_pool.pool import pool
+    from nsa_layer.kernels.pooling.mean_pool import pool
 
     static = dict(B=1, T=T, Hq=Hq, Hkv=Hkv, D=D, Dv=D, dtype=torch.bfloat16, config=CONFIG, gate="none", device="cuda")
     shape = Shape(**static, data="random" if data == TRAINED else data)

@@ -119,9 +119,7 @@ def _never_its_turn(original: Callable) -> Callable:
     return wrong
 
 
-@result_in_kernels(
-    "kernel: bit of a token", "nsa_layer.kernels.token_lists.union_lists:union_lists", "layer.lists by token"
-)
+@result_in_kernels("kernel: bit of a token", "nsa_layer.kernels.union_lists.unions:union_lists", "layer.lists by token")
 def _token_bit(unions: Any) -> Any:
     """In each tile the first block of the union is listed by its first token where it was not, and not where it was."""
     bits = unions.bits.clone()
@@ -131,7 +129,7 @@ def _token_bit(unions: Any) -> Any:
 
 @result_in_kernels(
     "kernel: union without its last block",
-    "nsa_layer.kernels.token_lists.union_lists:union_lists",
+    "nsa_layer.kernels.union_lists.unions:union_lists",
     "layer.lists by token",
 )
 def _short_union(unions: Any) -> Any:
@@ -139,9 +137,7 @@ def _short_union(unions: Any) -> Any:
     return unions._replace(counts=unions.counts - (unions.counts > 1).int())
 
 
-@result_in_kernels(
-    "kernel: pair lost", "nsa_layer.kernels.token_lists.pairs_by_block:pairs_by_block", "layer.lists by token"
-)
+@result_in_kernels("kernel: pair lost", "nsa_layer.kernels.union_lists.key_csr:pairs_by_block", "layer.lists by token")
 def _lost_pair(pairs: Any) -> Any:
     """The last token that lists a block adds nothing to its gradients, if there are others."""
     items = pairs.items.clone()

@@ -117,9 +117,9 @@ class _Gather(torch.autograd.Function):
                 exchanges.append(_start(call, local, step + 1))
             keys = _finish(call, exchanges.popleft(), {})
             for i, shard in enumerate(call.own_shards):
-                part = _part(call, whole, keys, _index(call, whole, step, i), shard)
-                saved.append(_forward(call, part, shard, _row(call, o_step[:, shard.queries]), backward=backward))
-            del keys, part
+                inputs = _shard_inputs(call, whole, keys, step, i)
+                saved.append(_forward(call, inputs, shard, _row(call, o_step[:, shard.queries]), backward=backward))
+            del keys, inputs
             if not call.overlaps:
                 exchanges.append(_start(call, local, step + 1))
         o = torch.cat(o_steps, 2) if call.in_graph else o
@@ -161,11 +161,11 @@ def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[T
         keys = _finish(call, exchanges.popleft(), by_step)
         for i, shard in reversed([*enumerate(shards)]):
             at, first = _index(call, whole, step, i), (step * len(shards) + i) * fields
-            part = _part(call, whole, keys, at, shard)
-            do_part, dq_part = _row(call, do[at["q"]]), _row(call, by_step["q"][step][at["q"][:-1]])
-            results = _backward(call, part, shard, do_part, saved[first : first + fields], dq_part)
+            inputs = _shard_inputs(call, whole, keys, step, i)
+            do_shard, dq_shard = _row(call, do[at["q"]]), _row(call, by_step["q"][step][at["q"][:-1]])
+            results = _backward(call, inputs, shard, do_shard, saved[first : first + fields], dq_shard)
             for name, d in zip(DIFFERENTIABLE[1:], results[1:]):
-                if getattr(part, name) is None:
+                if getattr(inputs, name) is None:
                     continue
                 d = d[None] if call.packed and name not in WEIGHTS else d
                 if name in keys:
@@ -175,7 +175,7 @@ def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[T
                 else:
                     by_step[name][step][at[name][:-1]] = d
             del results, d
-        del keys, part
+        del keys, inputs
         if not call.overlaps:
             exchanges.append(_start(call, whole, step + 1, d_keys, step))
     if call.overlaps:
@@ -252,18 +252,13 @@ def _index(call: GatherCall, tensors: CallTensors, step: int, i: int) -> dict[st
     return index | dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
 
 
-def _part(
-    call: GatherCall,
-    whole: CallTensors,
-    keys: dict[str, Tensor],
-    index: dict[str, tuple[slice, ...]],
-    shard: QueryShard,
-) -> CallTensors:
+def _shard_inputs(call: GatherCall, whole: CallTensors, keys: dict[str, Tensor], step: int, i: int) -> CallTensors:
     """A shard's tensors of a step. `whole` has all ranks' compressed keys, `keys` those that are gathered."""
-    part = {name: x[at] for name, at in index.items() if (x := getattr(whole, name)) is not None}
-    part |= {name: x[:, shard.keys] for name, x in keys.items()}
-    part = {name: x if name in WEIGHTS else _row(call, x) for name, x in part.items()}
-    return CallTensors(**part, cu_seqlens=whole.cu_seqlens)
+    index, shard = _index(call, whole, step, i), call.own_shards[i]
+    inputs = {name: x[at] for name, at in index.items() if (x := getattr(whole, name)) is not None}
+    inputs |= {name: x[:, shard.keys] for name, x in keys.items()}
+    inputs = {name: x if name in WEIGHTS else _row(call, x) for name, x in inputs.items()}
+    return CallTensors(**inputs, cu_seqlens=whole.cu_seqlens)
 
 
 def _row(call: GatherCall, x: Tensor) -> Tensor:
@@ -283,34 +278,34 @@ def _by_step(call: GatherCall, x: Tensor, name: str, tensors: CallTensors) -> Se
     return [like(view) for view in views] if call.in_graph else views
 
 
-def _forward(call: GatherCall, part: CallTensors, shard: QueryShard, o: Tensor, *, backward: bool) -> Fields:
+def _forward(call: GatherCall, inputs: CallTensors, shard: QueryShard, o: Tensor, *, backward: bool) -> Fields:
     """Write a shard's output on a step's heads, and return what backward needs."""
     if call.is_selected_alone:
-        tensors = shard_call.with_starts(part, shard)
+        tensors = shard_call.with_starts(inputs, shard)
         output, *fields = OPS.attend.default(*tensors, *_static(call, shard), backward)
         fields = (output if call.backend == "cute" else None, *fields)
     elif call.in_graph:
-        output, *fields = OPS.shard.default(*part[: len(OF_LAYER)], *_static(call, shard), backward)
+        output, *fields = OPS.shard.default(*inputs[: len(OF_LAYER)], *_static(call, shard), backward)
         fields = tuple(x if x.dim() > 1 else None for x in fields)
     else:
-        return shard_call.forward(part, shard, call.spec, call.backend, call.kept, o, backward=backward)
+        return shard_call.forward(inputs, shard, call.spec, call.backend, call.kept, o, backward=backward)
     o.copy_(output)
     return fields
 
 
 def _backward(
-    call: GatherCall, part: CallTensors, shard: QueryShard, do: Tensor, saved: Fields, dq: Tensor
+    call: GatherCall, inputs: CallTensors, shard: QueryShard, do: Tensor, saved: Fields, dq: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a part's differentiable tensors; q's is written to dq."""
+    """Gradients of a shard's differentiable tensors; q's is written to dq."""
     if call.is_selected_alone:
-        tensors, count = shard_call.with_starts(part, shard), len(DIFFERENTIABLE)
+        tensors, count = shard_call.with_starts(inputs, shard), len(DIFFERENTIABLE)
         given = (*tensors[:count], tensors.block_indices, tensors.q_offset, *saved, *_static(call, shard), True)
         grads = OPS.attend_backward.default(do, *given, [x is not None for x in tensors[:count]])
     elif call.in_graph:
-        grads = OPS.shard_backward.default(do, *part[: len(OF_LAYER)], *saved, *_static(call, shard))
+        grads = OPS.shard_backward.default(do, *inputs[: len(OF_LAYER)], *saved, *_static(call, shard))
     else:
         saved = Saved(*saved)
-        return shard_call.backward(part, shard, call.spec, call.backend, call.kept, do, saved, dq)
+        return shard_call.backward(inputs, shard, call.spec, call.backend, call.kept, do, saved, dq)
     dq.copy_(grads[0])
     return grads
 

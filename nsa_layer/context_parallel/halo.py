@@ -96,14 +96,14 @@ def mean_pool_on_kernels(
 class _MeanPool(ReverseMode):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, options: dict[str, Any], total: dict[str, int]) -> Tensor:
-        from nsa_layer.kernels.mean_pool.pool import pool
+        from nsa_layer.kernels.pooling.mean_pool import pool
 
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         return pool(x, None, k_dtypes=(dtype,), v_dtype=dtype, **options, **total)[0][0]
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        from nsa_layer.kernels.mean_pool.pool import unpool
+        from nsa_layer.kernels.pooling.mean_pool import unpool
 
         dx = d.new_empty(ctx.shape, dtype=ctx.dtype)
         unpool(d.contiguous(), None, dx, None, **ctx.options)

@@ -165,8 +165,8 @@ def _shard_backward(
     return tuple(None if d is None or x is None else next(apart([d])) for d, x in zip(grads.values(), whole))
 
 
-def _shard_backward_fake(do: Tensor, *given: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
-    return tuple(do.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[: len(DIFFERENTIABLE)])
+def _shard_backward_fake(do: Tensor, *tensors: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
+    return tuple(do.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors[: len(DIFFERENTIABLE)])
 
 
 def _shard_of(

@@ -16,8 +16,8 @@ from nsa_layer.cute.forward import attend, attend_selected
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
-from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
-from nsa_layer.kernels.mean_pool.pool import unpool
+from nsa_layer.kernels.gating.backward import gated_sum_backward
+from nsa_layer.kernels.pooling.mean_pool import unpool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.support import reads_unions
 

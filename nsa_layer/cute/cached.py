@@ -36,13 +36,13 @@ from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import Packing, starts_of
 from nsa_layer.cute.selected_branch import takes_pages
 from nsa_layer.cute.side_stream import SideStream, side_stream_for
-from nsa_layer.kernels.caches.blank_rows import blank_rows
-from nsa_layer.kernels.caches.complete_blocks import can_complete, complete_blocks
-from nsa_layer.kernels.caches.move_rows import Pair, append, clear, gather
-from nsa_layer.kernels.caches.places import Field, find_places
+from nsa_layer.kernels.cache_rows.complete import can_complete, complete_blocks
+from nsa_layer.kernels.cache_rows.invalidate import blank_rows
+from nsa_layer.kernels.cache_rows.locate import Field, find_places
+from nsa_layer.kernels.cache_rows.move import Pair, append, clear, gather
 from nsa_layer.kernels.decode.step import decode_step, takes
 from nsa_layer.kernels.launch import readable
-from nsa_layer.kernels.mean_pool.pool import pool
+from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.warm_up.api import compile_missing
 from nsa_layer.warm_up.shapes import CachedShape

@@ -33,7 +33,7 @@ def sum_rounded(
             sum_rounded(pieces, dtype, out=into, kernels=kernels)
         return total
     if kernels and total.is_cuda:
-        from nsa_layer.kernels.rounded_sum import rounded_sum, takes
+        from nsa_layer.kernels.pooling.rounded_sum import rounded_sum, takes
 
         into, *pieces = [x.flatten(0, -3) for x in (total, *present)]
         if takes(pieces, into):

@@ -17,8 +17,8 @@ from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
 from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.topk_dispatch import block_topk, token_topk
-from nsa_layer.kernels.gating.gated_sum import gated_sum
-from nsa_layer.kernels.mean_pool.pool import pool
+from nsa_layer.kernels.gating.forward import gated_sum
+from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.support import device_arch, reads_unions
 

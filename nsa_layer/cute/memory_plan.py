@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.kernels.token_lists.sizes import CHUNKS, KEYS, ROWS, most_partials, union_room, words_of_entry
+from nsa_layer.kernels.union_lists.sizes import CHUNKS, KEYS, ROWS, most_partials, union_room, words_of_entry
 from nsa_layer.support import reads_unions
 
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)

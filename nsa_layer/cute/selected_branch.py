@@ -14,9 +14,9 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists
-from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
+from nsa_layer.kernels.block_lists import make as list_kernels
 from nsa_layer.kernels.launch import are_aligned
-from nsa_layer.kernels.token_lists.sizes import KEYS
+from nsa_layer.kernels.union_lists.sizes import KEYS
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, reads_unions
 
 

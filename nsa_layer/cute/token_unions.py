@@ -13,9 +13,9 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.memory_plan import rows_of_item
 from nsa_layer.cute.packing import Packing, starts_of
-from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
-from nsa_layer.kernels.token_lists.sizes import KEYS, ROWS, most_partials
-from nsa_layer.kernels.token_lists.union_lists import union_lists
+from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
+from nsa_layer.kernels.union_lists.sizes import KEYS, ROWS, most_partials
+from nsa_layer.kernels.union_lists.unions import union_lists
 
 Tensor = torch.Tensor
 

@@ -6,8 +6,8 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
-from nsa_layer.kernels.block_topk import topk_kernel
-from nsa_layer.kernels.token_topk import kernel
+from nsa_layer.kernels.select_by_tile import kernel as topk_kernel
+from nsa_layer.kernels.select_by_token import kernel
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_layer.kernels.token_lists.sizes import ROWS, words_of_entry
+from nsa_layer.kernels.union_lists.sizes import ROWS, words_of_entry
 from nsa_layer.support import reads_unions
 from nsa_tools.measure.timing import milliseconds
 from nsa_tools.shape import Shape

@@ -21,8 +21,8 @@ from fuzz.prop import GPU, properties
 from fuzz.properties import token_lists
 from fuzz.run import Budget, check_one, parse_case, run_property
 from nsa_layer import NSAConfig
-from nsa_layer.kernels.token_lists.pairs_by_block import Pairs
-from nsa_layer.kernels.token_lists.union_lists import Unions
+from nsa_layer.kernels.union_lists.key_csr import Pairs
+from nsa_layer.kernels.union_lists.unions import Unions
 from nsa_tools.testing.cases import Case
 
 ALL = all_mutations()
@@ -135,7 +135,7 @@ def test_faults_of_lists_by_token_are_seen(case: Case) -> None:
 def test_lists_by_token_are_asked_for_as_the_layer_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: nothing is launched, and the shapes are those of lists that PyTorch makes."""
     for name in ("union_lists", "pairs_by_block"):
-        monkeypatch.setattr(import_module(f"nsa_layer.kernels.token_lists.{name}"), "launch", lambda *_: None)
+        monkeypatch.setattr(import_module(f"nsa_layer.kernels.union_lists.{name}"), "launch", lambda *_: None)
     lists = token_lists.drawn_lists(case)
     unions, pairs = token_lists.made_lists(case, lists)
     listed = token_lists.listed_pairs(case, lists)

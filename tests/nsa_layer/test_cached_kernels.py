@@ -68,7 +68,7 @@ def _spots(cache: torch.Tensor, table: torch.Tensor | None, b: int, first: int, 
 
 
 def append(x, caches, tables, places, starts=(None, None), *, behind=""):
-    from nsa_layer.kernels.caches.places import Field
+    from nsa_layer.kernels.cache_rows.locate import Field
 
     for i, (own, cache) in enumerate(zip(x, caches)):
         fields = (Field.CMP_FIRST, Field.CMP_NEW, Field.CMP_END) if i >= 4 else (Field.FIRST, Field.NEW, Field.END)
@@ -82,7 +82,7 @@ def append(x, caches, tables, places, starts=(None, None), *, behind=""):
 
 
 def complete_blocks(caches, compressed, tables, places, *, block_size, stride, most):
-    from nsa_layer.kernels.caches.places import Field
+    from nsa_layer.kernels.cache_rows.locate import Field
 
     config = SMALL.replace(compress_size=block_size, compress_stride=stride, block_size=block_size)
     for cache, to in zip(caches, compressed):
@@ -106,7 +106,7 @@ def gather(caches, x, table, places, fields, cu_seqlens):
 
 
 def clear(x, places, first, cu_seqlens=None):
-    from nsa_layer.kernels.caches.places import Field
+    from nsa_layer.kernels.cache_rows.locate import Field
 
     for own in x:
         for b, at in enumerate(places[first].tolist()):
@@ -130,7 +130,7 @@ def pool(k, v, *, block_size, stride, k_dtypes, v_dtype, cu_seqlens=None, cu_blo
 
 
 def blank_rows(o, lses, places, cu_seqlens):
-    from nsa_layer.kernels.caches.places import Field
+    from nsa_layer.kernels.cache_rows.locate import Field
 
     for b in places[Field.BLANK].nonzero().flatten().tolist():
         _rows(o, cu_seqlens, b)[...] = torch.nan

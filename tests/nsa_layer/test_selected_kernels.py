@@ -204,7 +204,7 @@ def stubbed() -> Iterator[None]:
 KERNELS = [
     "union_lists",
     "_flash_attn_fwd",
-    *("union_lists", "_compiled", "token_pairs", "chunk_sums", "row_plan", "token_pairs", "_compiled"),
+    *("union_lists", "_compiled", "token_pairs", "chunk_sums", "row_starts", "token_pairs", "_compiled"),
 ]
 
 

@@ -1,7 +1,7 @@
 """The compressed branch over pieces of its keys, and the launch of its own that it has where they are many.
 
 A thread block has up to 16 rows of a key/value head and a piece of the compressed keys. Scores go to memory for the
-choice. The last piece has the keys that this call completes, too; its thread blocks look at all the sequence's pages
+selection. The last piece has the keys that this call completes, too; its thread blocks look at all the sequence's pages
 first, since a sequence that is led out of the caches writes nothing. Those of a further 16 rows write the same again,
 rather than wait for one another.
 """
@@ -15,12 +15,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from nsa_layer.kernels.decode.fill import complete_keys, write_valid
-from nsa_layer.kernels.decode.parts import shared_partial, write_nothing, write_partial
-from nsa_layer.kernels.decode.places import Lengths, Sequence, Table
-from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, ROWS, WARP, WARPS, DecodeSpec
-from nsa_layer.kernels.decode.stored import Caches, Stored, new_row
-from nsa_layer.kernels.decode.warp_rows import WarpRows, no_rows, own_keys, set_queries
+from nsa_layer.kernels.decode.append import complete_keys, write_valid
+from nsa_layer.kernels.decode.attention import WarpRows, no_rows, own_keys, set_queries, write_partial
+from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, Sequence, Stored, Table, new_row
+from nsa_layer.kernels.decode.partial_sums import shared_partial, write_nothing
+from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, ROWS, WARP, WARPS, DecodeSpec, StepTensors
 
 LOG2_E = 1.4426950408889634
 
@@ -28,69 +27,25 @@ LOG2_E = 1.4426950408889634
 class CompressedDecode:
     """The kernel."""
 
-    shapes = (
-        "Bq Tq Hq D", "P S Hkv D", "P S Hkv D", "Bk Tk Hkv D", "Bk Tk Hkv D", "P S Hkv D", "P S Hkv D", "Bk Tk Hkv D",
-        "Bk Tk Hkv D", "Pc Sc Hkv D", "Pc Sc Hkv D", "Bm m Hkv D", "Bm m Hkv D", "B n *", "B nc *", "B *", "Bs *",
-        "B *", "Hkv D D", "Hkv D D", "B Hkv R keys@16", "B Hkv R pieces 2", "B Hkv R pieces D", "B Hkv",
-    )  # fmt: skip
+    shapes = StepTensors()
 
     def __init__(self, spec: DecodeSpec) -> None:
         self.spec = spec
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK_cache: cute.Tensor,
-        mV_cache: cute.Tensor,
-        mK: cute.Tensor | None,
-        mV: cute.Tensor | None,
-        mK_win_cache: cute.Tensor | None,
-        mV_win_cache: cute.Tensor | None,
-        mK_win: cute.Tensor | None,
-        mV_win: cute.Tensor | None,
-        mK_cmp_cache: cute.Tensor,
-        mV_cmp_cache: cute.Tensor,
-        mK_cmp: cute.Tensor | None,
-        mV_cmp: cute.Tensor | None,
-        mPages: cute.Tensor | None,
-        mCmp_pages: cute.Tensor | None,
-        mIdx: cute.Tensor | None,
-        mCu: cute.Tensor | None,
-        mLengths: cute.Tensor,
-        mW_k: cute.Tensor | None,
-        mW_v: cute.Tensor | None,
-        mScores: cute.Tensor,
-        mStats: cute.Tensor,
-        mAcc: cute.Tensor,
-        mValid: cute.Tensor,
-        room: Int32,
-        compressed_room: Int32,
-        softmax_scale: Float32,
-        stream,
-    ):
-        spec = self.spec
-        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
-        caches = Caches.of(
-            ((mK_cache, mV_cache), (mK, mV)), ((mK_win_cache, mV_win_cache), (mK_win, mV_win)),
-            ((mK_cmp_cache, mV_cmp_cache), (mK_cmp, mV_cmp)), (mPages, mCmp_pages), (mW_k, mW_v),
-        )  # fmt: skip
-        B, Hkv, R, _ = mScores.shape
-        self.kernel(mQ, caches, lengths, (mScores, mStats, mAcc, mValid), softmax_scale * LOG2_E).launch(
-            grid=[mStats.shape[3] * -(-spec.rows // ROWS), Hkv, B],
-            stream=stream,
-            **LAUNCH,
+    def __call__(self, *arguments):
+        """`StepTensors`, capacity and compressed capacity of a sequence, softmax scale, stream."""
+        *tensors, capacity, compressed_capacity, softmax_scale, stream = arguments
+        step = StepTensors(*tensors)
+        lengths, caches = Lengths.of(self.spec, step, capacity, compressed_capacity), Caches.of(step)
+        B, Hkv, _, _ = step.scores.shape
+        partial = (step.scores, step.stats, step.acc, step.valid)
+        self.kernel(step.q, caches, lengths, partial, softmax_scale * LOG2_E).launch(
+            grid=[step.stats.shape[3] * -(-self.spec.rows // ROWS), Hkv, B], stream=stream, **LAUNCH
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor,
-        caches: Caches,
-        lengths: Lengths,
-        out: tuple,
-        scale_log2: Float32,
-    ):
+    def kernel(self, mQ: cute.Tensor, caches: Caches, lengths: Lengths, out: tuple, scale_log2: Float32):
         spec, (mScores, mStats, mAcc, mValid) = self.spec, out
         x, head, b = cute.arch.block_idx()
         smem = SmemAllocator()
@@ -101,7 +56,7 @@ class CompressedDecode:
         splits = mStats.shape[3]
         split, tile = x % splits, x // splits
 
-        sequence = lengths.of(b, caches.rows)
+        sequence = lengths.sequence(b, caches.rows)
         first, count = tile * ROWS, cutlass.min(spec.rows - tile * ROWS, ROWS)
         own = RowTile.of(spec, WARPS, sequence, caches.keys, head, first, count, split, splits)
         rows = no_rows(spec.D, mQ.element_type, scale_log2)

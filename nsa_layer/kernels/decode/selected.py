@@ -1,11 +1,11 @@
-"""The step's only launch, or its second one: window, choice, selected branch, and the gated sum of all branches.
+"""The step's only launch, or its second one: window, selection, selected branch, and the gated sum of all branches.
 
-The thread blocks of a cluster share the keys of up to 16 query heads of one token and key/value head, and the choice of
-blocks. They begin with the compressed branch, unless that has a launch of its own, beside which they attend to the
-window: of what the step appends, it reads what is given. In one launch the choice takes long and reads little, so the
-window's keys are on the way meanwhile. Then each thread block makes the token's list of the cluster's candidates. At
-last it adds up its share of the rows, of which each of the cluster's thread blocks has a part in shared memory, while
-one of them appends.
+The thread blocks of a cluster share the keys of up to 16 query heads of one token and key/value head, and the
+selection of blocks. They begin with the compressed branch, unless that has a launch of its own, beside which they
+attend to the window; rows that the step appends are read from the call's tensors. In one launch the selection takes
+long and reads little, so the window's keys are on the way meanwhile. Then each thread block makes the token's list of
+the cluster's candidates. At last it adds up its share of the rows, of which each of the cluster's thread blocks has a
+part in shared memory, while one of them appends.
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from nsa_layer.kernels.block_topk.online_softmax import exp2
-from nsa_layer.kernels.block_topk.register_topk import unpack_block
-from nsa_layer.kernels.decode.choice import Choice, candidates, rank_of
-from nsa_layer.kernels.decode.compressed import LOG2_E, CompressedDecode, RowTile
-from nsa_layer.kernels.decode.fill import append, complete_keys, write_valid
-from nsa_layer.kernels.decode.parts import AT_ONCE, COLUMNS, Part, finite, fragment, shared_partial, write_partial
-from nsa_layer.kernels.decode.places import Lengths
-from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, RESIDENT, ROWS, WARP, WARPS, DecodeSpec
-from nsa_layer.kernels.decode.stored import Caches, new_row
-from nsa_layer.kernels.decode.tokens import TokenTile, num_tiles
-from nsa_layer.kernels.decode.warp_rows import no_rows
-from nsa_layer.kernels.gating.gated_sum import EQUAL_SHARE
+from nsa_layer.kernels.decode.append import append, complete_keys, write_valid
+from nsa_layer.kernels.decode.attention import TokenTile, no_rows, num_tiles, write_partial
+from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, new_row
+from nsa_layer.kernels.decode.compressed import LOG2_E, RowTile
+from nsa_layer.kernels.decode.partial_sums import AT_ONCE, COLUMNS, Part, finite, fragment, shared_partial
+from nsa_layer.kernels.decode.spec import (
+    KEYS,
+    LAUNCH,
+    RESIDENT,
+    ROWS,
+    WARP,
+    WARPS,
+    DecodeSpec,
+    OutputTensors,
+    StepTensors,
+)
+from nsa_layer.kernels.decode.topk import Selection, candidates, rank_of
+from nsa_layer.kernels.gating.forward import EQUAL_SHARE
+from nsa_layer.kernels.select_by_tile.online_softmax import exp2
+from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
 
 LOG_2 = math.log(2.0)
 CMP, SLC, SWA = range(3)
@@ -38,66 +46,27 @@ CMP, SLC, SWA = range(3)
 class SelectedDecode:
     """The kernel."""
 
-    shapes = (
-        *CompressedDecode.shapes, "B T Hkv width", "Hq 3 D", "Bq Tq Hq 3 *", "Bq Tq Hq D", "Bq Hq Tq", "Bq Hq Tq",
-        "Bq Hq Tq",
-    )  # fmt: skip
+    shapes = (*StepTensors(), *OutputTensors())
 
     def __init__(self, spec: DecodeSpec, warps: int, each: int) -> None:
-        """warps: of a thread block; each: blocks in one thread, of those that choose."""
+        """warps: of a thread block; each: blocks in one thread, of those that select."""
         self.spec = spec
         self.warps = warps
         self.each = each
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK_cache: cute.Tensor,
-        mV_cache: cute.Tensor,
-        mK: cute.Tensor | None,
-        mV: cute.Tensor | None,
-        mK_win_cache: cute.Tensor | None,
-        mV_win_cache: cute.Tensor | None,
-        mK_win: cute.Tensor | None,
-        mV_win: cute.Tensor | None,
-        mK_cmp_cache: cute.Tensor | None,
-        mV_cmp_cache: cute.Tensor | None,
-        mK_cmp: cute.Tensor | None,
-        mV_cmp: cute.Tensor | None,
-        mPages: cute.Tensor | None,
-        mCmp_pages: cute.Tensor | None,
-        mIdx: cute.Tensor | None,
-        mCu: cute.Tensor | None,
-        mLengths: cute.Tensor,
-        mW_k: cute.Tensor | None,
-        mW_v: cute.Tensor | None,
-        mScores: cute.Tensor,
-        mStats: cute.Tensor | None,
-        mAcc: cute.Tensor | None,
-        mValid: cute.Tensor,
-        mLists: cute.Tensor | None,  # int32 [B, T, Hkv, spec.n]
-        mW: cute.Tensor | None,
-        mGates: cute.Tensor | None,
-        mO: cute.Tensor,
-        mLSE_cmp: cute.Tensor,
-        mLSE_slc: cute.Tensor,
-        mLSE_swa: cute.Tensor,
-        room: Int32,
-        compressed_room: Int32,
-        slc: Int32,
-        softmax_scale: Float32,
-        stream,
-    ):
-        spec = self.spec
-        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
-        caches = Caches.of(
-            ((mK_cache, mV_cache), (mK, mV)), ((mK_win_cache, mV_win_cache), (mK_win, mV_win)),
-            ((mK_cmp_cache, mV_cmp_cache), (mK_cmp, mV_cmp)), (mPages, mCmp_pages), (mW_k, mW_v),
-        )  # fmt: skip
-        B, Hkv, _, _ = mScores.shape
-        partial, gates, lses = (mScores, mStats, mAcc, mValid), (mW, mGates), (mLSE_cmp, mLSE_slc, mLSE_swa)
-        self.kernel(mQ, caches, lengths, slc, partial, mLists, gates, mO, lses, softmax_scale * LOG2_E).launch(
+    def __call__(self, *arguments):
+        """`StepTensors`, `OutputTensors`, capacities as in `CompressedDecode`, CTAs of a cluster, scale, stream."""
+        *tensors, capacity, compressed_capacity, slc, softmax_scale, stream = arguments
+        spec, count = self.spec, len(StepTensors._fields)
+        step, out = StepTensors(*tensors[:count]), OutputTensors(*tensors[count:])
+        lengths, caches = Lengths.of(spec, step, capacity, compressed_capacity), Caches.of(step)
+        B, Hkv, _, _ = step.scores.shape
+        partial, gates = (step.scores, step.stats, step.acc, step.valid), (out.gate_weight, out.gates)
+        lses = (out.lse_cmp, out.lse_slc, out.lse_swa)
+        self.kernel(
+            step.q, caches, lengths, slc, partial, out.lists, gates, out.o, lses, softmax_scale * LOG2_E
+        ).launch(
             grid=[slc * num_tiles(spec) * spec.T, Hkv, B],
             cluster=[slc, 1, 1],
             stream=stream,
@@ -130,12 +99,12 @@ class SelectedDecode:
         )
         whole, window = caches.keys is not None, caches.read_window()
         if const_expr(whole):
-            assert num_tiles(spec) == 1  # the choice reads what the cluster wrote, of all heads
+            assert num_tiles(spec) == 1  # the selection reads what the cluster wrote, of all heads
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        sequence = lengths.of(b, caches.rows)
+        sequence = lengths.sequence(b, caches.rows)
         own = TokenTile.of(spec, self.warps, sequence, head, x, slc)
-        choice = Choice.of(smem, own, self.each, whole)
+        selection = Selection.of(smem, own, self.each, whole)
         share, rows = RowShare.of(own, whole), no_rows(spec.D, mQ.element_type, scale_log2)
         scores = mScores[b, head, None, None]
         groups = Int32(0)
@@ -172,13 +141,13 @@ class SelectedDecode:
             cute.arch.griddepcontrol_launch_dependents()
             stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
         valid = mValid[b, head] != 0
-        choice.choose(merged.of_rows(CMP) if whole else stats, scores, valid, window, groups)
+        selection.select(merged.of_rows(CMP) if whole else stats, scores, valid, window, groups)
         cute.arch.cluster_arrive()
         if const_expr(whole):
             own.attend(rows, window, None, groups)
             write_partial(rows, *shared, merged.of_rows(SWA), merged.sums_of_rows(SWA), Int32(0), own.count, Int32(0))
         cute.arch.cluster_wait()
-        listed = self.make_list(own.t, choice.gather(), choice.found, sList)
+        listed = self.make_list(own.t, selection.gather(), selection.found, sList)
         if const_expr(mLists is not None):
             if valid & (own.token < sequence.T) & (own.share == 0) & (own.first == 0):
                 write_list(mLists[b, own.token, head, None], sList, listed)

@@ -1,8 +1,13 @@
-"""Static sizes that the kernels of a decode step are compiled for, and their tensors' shapes."""
+"""Static sizes that the kernels of a decode step are compiled for, and their tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+
+Tensor = cute.Tensor
 
 WARP, WARPS = 32, 4
 ROWS, KEYS = 16, 16  # of one product of a warp: (token, head) pairs, and keys
@@ -46,3 +51,51 @@ class DecodeSpec:
     def chosen(self) -> int:
         """Blocks that a token may list beside those that are forced; there are candidates where all of these are."""
         return max(1, self.n - self.init - self.local)
+
+
+class StepTensors(NamedTuple):
+    """Arguments of both kernels; `StepTensors()` are their shapes, see `launch`. Packed queries are one batch.
+
+    Attributes:
+        k, v, k_win, v_win, k_cmp, v_cmp: new rows.
+        scores: fp32, of the compressed branch.
+        stats, acc: fp32 partial results of its launch, one for each CTA that shares a row's compressed keys.
+        valid: int32, 1 where all of a sequence's slots are in the caches.
+    """
+
+    q: Tensor = "Bq Tq Hq D"
+    k_cache: Tensor = "P S Hkv D"
+    v_cache: Tensor = "P S Hkv D"
+    k: Tensor | None = "Bk Tk Hkv D"
+    v: Tensor | None = "Bk Tk Hkv D"
+    k_win_cache: Tensor | None = "P S Hkv D"
+    v_win_cache: Tensor | None = "P S Hkv D"
+    k_win: Tensor | None = "Bk Tk Hkv D"
+    v_win: Tensor | None = "Bk Tk Hkv D"
+    k_cmp_cache: Tensor | None = "Pc Sc Hkv D"
+    v_cmp_cache: Tensor | None = "Pc Sc Hkv D"
+    k_cmp: Tensor | None = "Bm m Hkv D"
+    v_cmp: Tensor | None = "Bm m Hkv D"
+    page_table: Tensor | None = "B n *"
+    cmp_page_table: Tensor | None = "B nc *"
+    cache_batch_idx: Tensor | None = "B *"
+    cu_seqlens_q: Tensor | None = "Bs *"
+    cache_seqlens: Tensor = "B *"
+    compress_k_weight: Tensor | None = "Hkv D D"
+    compress_v_weight: Tensor | None = "Hkv D D"
+    scores: Tensor = "B Hkv R keys@16"
+    stats: Tensor | None = "B Hkv R pieces 2"
+    acc: Tensor | None = "B Hkv R pieces D"
+    valid: Tensor = "B Hkv"
+
+
+class OutputTensors(NamedTuple):
+    """Further arguments of the last kernel; lists: int32."""
+
+    lists: Tensor | None = "B T Hkv width"
+    gate_weight: Tensor | None = "Hq 3 D"
+    gates: Tensor | None = "Bq Tq Hq 3 *"
+    o: Tensor = "Bq Tq Hq D"
+    lse_cmp: Tensor = "Bq Hq Tq"
+    lse_slc: Tensor = "Bq Hq Tq"
+    lse_swa: Tensor = "Bq Hq Tq"

@@ -23,14 +23,17 @@ from nsa_layer.kernels.decode.spec import (
     WARP,
     WARPS,
     DecodeSpec,
+    OutputTensors,
+    StepTensors,
 )
-from nsa_layer.kernels.gating.gated_sum import readable_gates, readable_weight
+from nsa_layer.kernels.gating.forward import readable_gates, readable_weight
 from nsa_layer.kernels.launch import launch
 from nsa_layer.support import KERNEL_DTYPES, MOST_BLOCKS, ROW_LENGTHS
 
 Tensor = torch.Tensor
 MOST_SPLITS = 48
 EACH = (1, 2, 4)  # blocks in one thread
+WITHOUT_COMPRESSED = {name: None for name in StepTensors._fields if "cmp" in name or "compress" in name}
 APART = 2  # times as many warps for compressed keys are worth a launch
 OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
 
@@ -79,36 +82,30 @@ def decode_step(
 
     spec, (cmp, slc, warps) = _spec(call, T), _splits(call, T)
     Hkv, D, R = call.k_cache.shape[2], q.shape[-1], spec.rows
-    room, compressed_room = call.room, call.k_cmp_cache.shape[1]
+    capacity, compressed_capacity = call.room, call.k_cmp_cache.shape[1]
     if call.cmp_page_table is not None:
-        compressed_room *= call.cmp_page_table.shape[1]
-    length = max(1, -(-call.config.compressed_length(room) // KEYS)) * KEYS
+        compressed_capacity *= call.cmp_page_table.shape[1]
+    length = max(1, -(-call.config.compressed_length(capacity) // KEYS)) * KEYS
     scores = q.new_empty(B, Hkv, R, length, dtype=torch.float32)
     stats, acc = (q.new_empty(B, Hkv, R, cmp, n, dtype=torch.float32) if cmp else None for n in (2, D))
     valid = torch.empty(B, Hkv, dtype=torch.int32, device=q.device)
-    new = [rows(x) for x in (call.k, call.v)], [rows(x) for x in (call.k_win, call.v_win)]
-    given = [rows(x) for x in (call.k_cmp, call.v_cmp)]
-    weights = [readable_weight(x) for x in (call.compress_k_weight, call.compress_v_weight)]
-    caches, window = (call.k_cache, call.v_cache), (call.k_win_cache, call.v_win_cache)
-    sizes, scale = (room, compressed_room), float(softmax_scale)
     query, o = rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
-
     lead = query.shape[:2]
     lses = [torch.empty(lead[0], q.shape[-2], lead[1], dtype=torch.float32, device=q.device) for _ in range(3)]
-    tokens, where = (*caches, *new[0], *window, *new[1]), (call.cache_batch_idx, cu_seqlens_q, call.cache_seqlens)
-    keys, tables = (call.k_cmp_cache, call.v_cmp_cache, *given), (call.page_table, call.cmp_page_table)
-    partial = scores, stats, acc, valid
-    if cmp:
-        launch(
-            "decode_compressed", CompressedDecode, (spec,), query, *tokens, *keys, *tables, *where, *weights, *partial,
-            *sizes, scale,
-        )  # fmt: skip
-        keys, tables, weights = (None,) * 4, (call.page_table, None), (None, None)
-    launch(
-        "decode_selected", SelectedDecode, (spec, warps, _each(call, slc * warps)), query, *tokens, *keys, *tables,
-        *where, *weights, *partial, lists, readable_weight(call.gate_weight), rows(readable_gates(call.gates)),
-        rows(o), *lses, *sizes, slc, scale,
+    step = StepTensors(
+        query, call.k_cache, call.v_cache, rows(call.k), rows(call.v), call.k_win_cache, call.v_win_cache,
+        rows(call.k_win), rows(call.v_win), call.k_cmp_cache, call.v_cmp_cache, rows(call.k_cmp), rows(call.v_cmp),
+        call.page_table, call.cmp_page_table, call.cache_batch_idx, cu_seqlens_q, call.cache_seqlens,
+        readable_weight(call.compress_k_weight), readable_weight(call.compress_v_weight), scores, stats, acc, valid,
     )  # fmt: skip
+    sizes, scale = (capacity, compressed_capacity), float(softmax_scale)
+    if cmp:
+        launch("decode_compressed", CompressedDecode, (spec,), *step, *sizes, scale)
+        step = step._replace(**WITHOUT_COMPRESSED)
+    gates = readable_weight(call.gate_weight), rows(readable_gates(call.gates))
+    out = OutputTensors(lists, *gates, rows(o), *lses)
+    static = (spec, warps, _each(call, slc * warps))
+    launch("decode_selected", SelectedDecode, static, *step, *out, *sizes, slc, scale)
     if call.packed:
         lses = [lse.movedim(1, 0).flatten(1) for lse in lses]
     return o, tuple(lses)
@@ -130,7 +127,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _each(call: CachedCall, warps: int) -> int:
-    """Blocks in one thread of these warps that choose, in each of their rounds."""
+    """Blocks in one thread of these warps that select, in each of their rounds."""
     blocks = call.config.num_blocks(call.room)
     return next((each for each in EACH if blocks <= warps * WARP * each), EACH[-1])
 
@@ -153,7 +150,7 @@ def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
     cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
     warps = WARPS if units > _slots() // RESIDENT else RESIDENT * WARPS
     slc = _num_splits(call, listed, units, warps, MOST_OF_CLUSTER, clusters=True)
-    # A token's choice needs the compressed branch of all heads of its group, in one cluster or of an earlier launch.
+    # A token's selection needs the compressed branch of all heads of its group, in one cluster or of an earlier launch.
     if G > ROWS or rows != units or cmp * WARPS > APART * slc * warps:
         return cmp, slc, warps
     few = _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True)

@@ -20,9 +20,7 @@ class ReducePartials:
     @cute.jit
     def __call__(self, mSums: cute.Tensor, mOut: cute.Tensor, stream: cuda.CUstream):
         self.kernel(mSums, mOut).launch(
-            grid=[cute.ceil_div(mOut.shape[0], self.columns), 1, 1],
-            block=[self.columns, self.parts, 1],
-            stream=stream,
+            grid=[cute.ceil_div(mOut.shape[0], self.columns), 1, 1], block=[self.columns, self.parts, 1], stream=stream
         )
 
     @cute.kernel

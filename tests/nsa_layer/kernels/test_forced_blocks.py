@@ -21,11 +21,14 @@ FORCED = [*product((0, 1, 2, 5), (0, 1, 2, 9))]
 def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The kernels' modules, whose arithmetic is Python's."""
     pytest.importorskip("cutlass")
-    from nsa_layer.kernels.block_topk import query_tiles, topk_epilogue
-    from nsa_layer.kernels.decode import choice
-    from nsa_layer.kernels.token_topk import merged_list, place
+    from nsa_layer.kernels.decode import topk as decode_topk
+    from nsa_layer.kernels.select_by_tile import epilogue, query_tiles
+    from nsa_layer.kernels.select_by_token import epilogue as token_epilogue
+    from nsa_layer.kernels.select_by_token import tiles
 
-    found = dict(query_tiles=query_tiles, epilogue=topk_epilogue, choice=choice, merged_list=merged_list, place=place)
+    found = dict(
+        query_tiles=query_tiles, epilogue=epilogue, decode_topk=decode_topk, token_epilogue=token_epilogue, tiles=tiles
+    )
     integers = dict(
         cutlass=SimpleNamespace(max=max, min=min, select_=lambda condition, a, b: a if condition else b),
         cute=SimpleNamespace(ceil_div=lambda a, b: -(-a // b)),
@@ -51,33 +54,33 @@ def roles(config: NSAConfig, first: int, last: int, T: int, *, causal: bool) -> 
 @pytest.mark.parametrize("n", [1, 3, 4, 7, 30])
 def test_of_tokens(n: int, causal: bool, modules: SimpleNamespace) -> None:
     from nsa_layer.kernels.decode.spec import DecodeSpec
-    from nsa_layer.kernels.token_topk.spec import TokenTopKSpec
+    from nsa_layer.kernels.select_by_token.spec import TokenTopKSpec
 
     for (init, local), T in product(FORCED, LENGTHS):
         config = NSAConfig(block_size=SIZE, block_counts=n, init_blocks=init, local_blocks=local)
         spec = TokenTopKSpec(64, 4, n, causal, init, local, False, SIZE, SIZE, SIZE, SIZE - 1, False)
         of_decode = DecodeSpec(64, 4, 1, SIZE, SIZE, SIZE - 1, SIZE, n, 8, init, local, True)
-        place = modules.place.Place(spec, 0, 0, 0, T, T, 0, 0)
+        place = modules.tiles.Tile(spec, 0, 0, 0, T, T, 0, 0)
         for t in range(T):
             own, where = t // SIZE, f"{config}, T={T}, t={t}"
             forced, candidates = roles(config, t, t, T, causal=causal)
             if causal and config.chooses_own and own not in candidates:
                 candidates.append(own)
             count = place.forced_blocks(own) if spec.forced else 0
-            listed = [modules.merged_list.forced_block(spec, i, own, count) for i in range(min(count, n))]
+            listed = [modules.token_epilogue.forced_block(spec, i, own, count) for i in range(min(count, n))]
             assert listed == sorted(forced), where
             if len(forced) < n and candidates:
                 assert [j for j in range(config.num_blocks(T)) if place.is_candidate(j, t)] == candidates, where
                 assert n - len(forced) <= spec.most_room, where
                 if causal:
-                    assert [*range(*modules.choice.candidates(of_decode, t))] == candidates, where
+                    assert [*range(*modules.decode_topk.candidates(of_decode, t))] == candidates, where
                     assert n - len(forced) <= of_decode.chosen, where
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("q_tile", [2, 8, 32])
 def test_of_tiles(q_tile: int, causal: bool, modules: SimpleNamespace) -> None:
-    from nsa_layer.kernels.block_topk.topk_spec import TopKSpec
+    from nsa_layer.kernels.select_by_tile.spec import TopKSpec
 
     for (init, local), n, T in product(FORCED, (1, 3, 7, 30), LENGTHS):
         config = NSAConfig(block_size=SIZE, block_counts=n, init_blocks=init, local_blocks=local, q_tile=q_tile)

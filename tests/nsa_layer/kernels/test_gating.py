@@ -86,13 +86,13 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
 
 
 def forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    from nsa_layer.kernels.gating.gated_sum import gated_sum
+    from nsa_layer.kernels.gating.forward import gated_sum
 
     return gated_sum(x.q, *x.outputs, gate_weight=x.gate_weight, gates=x.gates)
 
 
 def backward(x: Inputs, g: torch.Tensor | None, tile_m: int) -> Any:
-    from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
+    from nsa_layer.kernels.gating.backward import gated_sum_backward
 
     static = dict(gate_weight=x.gate_weight, gates=x.gates, tile_m=tile_m, cu_seqlens=x.cu_seqlens)
     return gated_sum_backward(x.do, *x.outputs, *x.lses, g=g, q=x.q, **static)

@@ -44,7 +44,7 @@ OTHERS = [Case(parts=17), Case(D=65), Case(D=2056), Case(dtype=torch.float32)]
 
 def launches() -> list[list[str]]:
     """Kernels of the sum of each case that is taken; in a worker."""
-    from nsa_layer.kernels import rounded_sum
+    from nsa_layer.kernels.pooling import rounded_sum
 
     assert not any(rounded_sum.takes([case.rows()] * case.parts, case.rows()) for case in OTHERS)
     found = []

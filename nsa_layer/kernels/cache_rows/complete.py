@@ -1,0 +1,36 @@
+"""Compressed keys and values that a call completes: means of cached tokens, read and written in the caches."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_layer.kernels.launch import are_aligned, launch
+from nsa_layer.kernels.pooling.mean_pool import PoolKernel
+from nsa_layer.kernels.pooling.tiling import Pooling
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+def complete_blocks(
+    caches: Pair, compressed: Pair, tables: Pair, places: Tensor, *, block_size: int, stride: int, most: int
+) -> None:
+    """Write the means of the blocks that a call completes, summed in fp32, in one launch.
+
+    Args:
+        caches: k and v, [rows, S, H, D], or [pages, page, H, D] with a table; rows are aligned, see `can_complete`.
+        compressed: the same of compressed keys and values; where either is None it is left alone.
+        tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
+        places: of `find_places`.
+        most: blocks that a sequence can complete.
+    """
+    pairs = [(cache, to) for cache, to in zip(caches, compressed, strict=True) if to is not None and 0 not in to.shape]
+    if pairs and most:
+        (k, k_cmp), (v, v_cmp) = (pairs + [(None, None)])[:2]
+        static = (Pooling(block_size, stride), k.shape[-1], 0 if v is None else v.shape[-1], True)
+        launch("complete_blocks", PoolKernel, static, k, v, k_cmp, None, v_cmp, *tables, places, most)
+
+
+def can_complete(caches: Pair, compressed: Pair) -> bool:
+    """True if rows lie at multiples of 16 bytes."""
+    return all(x is None or are_aligned(x) for x in (*caches, *compressed))

@@ -1,0 +1,177 @@
+"""Places of a call's sequences in caches, found on the GPU: one launch, a thread block a sequence.
+
+Lengths, pages and rows are only known there. A sequence that they lead out of the caches has no place: its numbers are
+0 but for `Field.BLANK`, so that nothing of it is written or read.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Int32, const_expr
+
+from nsa_layer.kernels.launch import launch
+
+Tensor = torch.Tensor
+THREADS = 256
+ALIGNED = 4  # numbers in 16 bytes
+
+
+class Field(IntEnum):
+    """Rows of the tensor of places; tokens and compressed keys are counted from a sequence's start."""
+
+    FIRST = 0  # position of the first query
+    NEW = 1  # queries: 0 where there are none or no place for them
+    END = 2  # tokens, q's included
+    CMP_FIRST = 3  # compressed keys before the call
+    CMP_NEW = 4  # compressed keys that it completes
+    CMP_END = 5
+    SOURCE = 6  # first token of these
+    SOURCE_TOKENS = 7
+    BLANK = 8  # 1 where there are queries and no place for them
+    START = 9  # 0
+    WINDOW = 10  # first token in the first query's window
+    WINDOW_TOKENS = 11  # from there to the end
+    IN_WINDOW = 12  # position of the first query among these
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Static options: tokens of a compressed key and between two, and of the window; whether tokens are added to those
+    in the caches."""
+
+    span: int
+    stride: int
+    window: int
+    adds: bool
+
+
+class FindPlaces:
+    """One launch of `find_places`."""
+
+    shapes = ("sequences *", "starts *", "sequences width *", "sequences cmp_width *", "fields sequences")
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """As `find_places` has them: cache_seqlens, cu_seqlens, tables [B, n], numbers [fields, B]; sizes; stream."""
+        tensors, (*sizes, stream) = arguments[:5], arguments[5:]
+        self.kernel(tensors, tuple(sizes)).launch(
+            grid=[tensors[4].shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, sizes: tuple):
+        mSeqlens, mCu, mTable, mCmp_table, mPlaces = tensors
+        T, pages, page, cmp_pages, cmp_page = sizes
+        s, tidx = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        smem = cutlass.utils.SmemAllocator()
+        sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        most = T
+        if const_expr(mCu is not None):
+            T = mCu[s + 1] - mCu[s]
+        room = page if const_expr(mTable is None) else page * mTable.shape[1]
+        end = mSeqlens[s]
+        # A number beyond all room stays so, and cannot overflow.
+        end = cutlass.min(cutlass.max(end, -1), room + 1)
+        if const_expr(self.blocks.adds):
+            end = room + 1 if end < 0 else end + T
+        count = self.compressed(end)
+        inside = end >= T and end <= room and T <= most
+        tables = [
+            (table, s, cutlass.min(cute.ceil_div(tokens, size), table.shape[1]), number)
+            for table, tokens, size, number in ((mTable, end, page, pages), (mCmp_table, count, cmp_page, cmp_pages))
+            if table is not None
+        ]
+        exist = pages_exist(inside, tables, sBad, THREADS)
+        if tidx == 0:
+            if const_expr(mCmp_table is not None):
+                exist = exist and count <= cmp_page * mCmp_table.shape[1]
+            there = Int32(exist and T > 0)
+            before = self.compressed(end - T)
+            made = count - before
+            mPlaces[Field.FIRST, s] = (end - T) * there
+            mPlaces[Field.NEW, s] = T * there
+            mPlaces[Field.END, s] = end * there
+            mPlaces[Field.CMP_FIRST, s] = before * there
+            mPlaces[Field.CMP_NEW, s] = made * there
+            mPlaces[Field.CMP_END, s] = count * there
+            mPlaces[Field.SOURCE, s] = before * self.blocks.stride * there
+            source = (made - 1) * self.blocks.stride + self.blocks.span
+            mPlaces[Field.SOURCE_TOKENS, s] = source * there * Int32(made > 0)
+            mPlaces[Field.BLANK, s] = Int32(T > 0) * (1 - there)
+            mPlaces[Field.START, s] = Int32(0)
+            window = cutlass.max(end - T - self.blocks.window + 1, 0)
+            mPlaces[Field.WINDOW, s] = window * there
+            mPlaces[Field.WINDOW_TOKENS, s] = (end - window) * there
+            mPlaces[Field.IN_WINDOW, s] = (end - T - window) * there
+
+    def compressed(self, tokens: Int32) -> Int32:
+        return compressed_length(tokens, self.blocks.span, self.blocks.stride)
+
+
+def compressed_length(tokens: Int32, span: int, stride: int) -> Int32:
+    """Compressed keys of so many tokens."""
+    return cutlass.max(tokens - span + stride, 0) // stride
+
+
+@cute.jit
+def pages_exist(
+    inside: Boolean, tables: cutlass.Constexpr[list], sBad: cute.Tensor, threads: cutlass.Constexpr[int]
+) -> Boolean:
+    """True if `inside` and every page that a sequence uses is one of the caches'; of all threads together.
+
+    tables: (int32 [B, n], a row of it, pages used, pages of the cache) each.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    if tidx == 0:
+        sBad[0] = Int32(0)
+    cute.arch.sync_threads()
+    if inside:
+        bad = Boolean(False)
+        for n in cutlass.range_constexpr(len(tables)):
+            table, s, used, pages = tables[n]
+            for i in cutlass.range(tidx, used, threads, unroll=4):
+                bad = bad | (table[s, i] < 0) | (table[s, i] >= pages)
+        if bad:
+            sBad[0] = Int32(1)
+    cute.arch.sync_threads()
+    return inside & (sBad[0] == 0)
+
+
+def find_places(
+    cache_seqlens: Tensor,
+    *,
+    T: int,
+    cu_seqlens: Tensor | None,
+    cache: Tensor,
+    table: Tensor | None,
+    cmp_cache: Tensor | None,
+    cmp_table: Tensor | None,
+    span: int,
+    stride: int,
+    window: int,
+    adds: bool,
+) -> Tensor:
+    """The numbers of `Field` for each sequence of a call, int32 [fields, B].
+
+    Args:
+        cache_seqlens: int32 [B].
+        T: queries of a sequence; packed: at most, a sequence of more has no place.
+        cu_seqlens: int32 [B + 1] of packed queries.
+        cache: [rows, S, ...] or [pages, page, ...].
+        table: int32 [B, n], pages of each sequence, or [B, 1], its row; None: row b.
+        cmp_cache, cmp_table: those of compressed keys.
+        span, stride, window: tokens of a compressed key, between two, and of the window.
+        adds: the queries are not counted by cache_seqlens.
+    """
+    B = len(cache_seqlens)
+    places = torch.empty(len(Field), -(-B // ALIGNED) * ALIGNED, dtype=torch.int32, device=cache.device).narrow(1, 0, B)
+    cmp_sizes = (0, 1) if cmp_cache is None else cmp_cache.shape[:2]
+    tensors = (cache_seqlens, cu_seqlens, table, None if cmp_cache is None else cmp_table, places)
+    launch("find_places", FindPlaces, (Blocks(span, stride, window, adds),), *tensors, T, *cache.shape[:2], *cmp_sizes)
+    return places

@@ -1,0 +1,279 @@
+"""Rows of keys and values between caches and dense tensors, whose places are known on the GPU alone.
+
+A thread block moves `TILE` tokens of keys, or of values, 16 bytes a thread; those past a sequence's number of rows
+have nothing to do. Behind the last row that is read, and in caches that attention reads in place, a few rows are
+cleared: attention multiplies what lies there in its last tile by 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, const_expr
+
+from nsa_layer.kernels.cache_rows.locate import Field
+from nsa_layer.kernels.launch import are_aligned, launch
+from nsa_layer.kernels.varlen import sequence_tile, tiles_and_batch
+
+Tensor = torch.Tensor
+THREADS = 256
+TILE = 32  # tokens of a thread block
+AT_ONCE = 4  # loads of a thread in flight
+BEHIND = 512  # cleared rows: more than tiles of queries and of keys reach together
+KEYS = 64  # of a block that attention reads at a time
+VECTOR = 8  # 16 bytes of a 16-bit dtype
+TOKEN_ROWS, CMP_ROWS = (Field.FIRST, Field.NEW, Field.END), (Field.CMP_FIRST, Field.CMP_NEW, Field.CMP_END)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Static options.
+
+    Attributes:
+        to: "cache", "dense", or "nothing": rows of the cache are cleared.
+        vector: elements of a load.
+        behind: cleared behind what is appended: `BEHIND` "rows", those up to the end of their "block", or "".
+    """
+
+    to: str
+    vector: int = VECTOR
+    behind: str = ""
+
+
+class _Rows:
+    """Tiles of rows between a cache and a dense tensor."""
+
+    def __init__(self, move: Move, *_: int) -> None:
+        self.move = move
+
+    @cute.jit
+    def move_tile(self, cache: cute.Tensor, dense: cute.Tensor | None, table: cute.Tensor | None, place: tuple):
+        """Rows from ``begin`` on: up to ``count`` are moved, those up to ``rows`` are cleared."""
+        move = self.move
+        s, start, first, begin, count, rows = place
+        H, D = cache.shape[cute.rank(cache) - 2], cache.shape[cute.rank(cache) - 1]
+        lanes = D // move.vector
+        vectors = H * lanes
+        tidx = cute.arch.thread_idx()[0]
+        held = cute.make_rmem_tensor((move.vector, AT_ONCE), cache.element_type)
+        for batch in cutlass.range(cute.ceil_div(TILE * vectors, THREADS * AT_ONCE), unroll=1):
+            for u in cutlass.range_constexpr(AT_ONCE):
+                n = (batch * AT_ONCE + u) * THREADS + tidx
+                i, head, lane = begin + n // vectors, n % vectors // lanes, n % lanes
+                held[None, u].fill(0.0)
+                if const_expr(dense is not None):
+                    if n < TILE * vectors and i < count:
+                        if const_expr(move.to == "dense"):
+                            cute.autovec_copy(self.of_cache(cache, table, s, 0, first + i, head, lane), held[None, u])
+                        else:
+                            cute.autovec_copy(self.of_dense(dense, s, start + i, head, lane), held[None, u])
+            for u in cutlass.range_constexpr(AT_ONCE):
+                n = (batch * AT_ONCE + u) * THREADS + tidx
+                i, head, lane = begin + n // vectors, n % vectors // lanes, n % lanes
+                if n < TILE * vectors and i < rows:
+                    if const_expr(move.to == "dense"):
+                        cute.autovec_copy(held[None, u], self.of_dense(dense, s, start + i, head, lane))
+                    else:
+                        cute.autovec_copy(held[None, u], self.of_cache(cache, table, s, start, first + i, head, lane))
+
+    @cute.jit
+    def of_cache(
+        self, cache: cute.Tensor, table: cute.Tensor | None, s: Int32, start: Int32, at: Int32, head: Int32, lane: Int32
+    ) -> cute.Tensor:
+        if const_expr(cute.rank(cache) == 3):
+            return cute.local_tile(cache[start + at, head, None], (self.move.vector,), (lane,))
+        row = s
+        if const_expr(table is not None):
+            page = cache.shape[1]
+            row, at = table[s, at // page], at % page
+        return cute.local_tile(cache[row, at, head, None], (self.move.vector,), (lane,))
+
+    @cute.jit
+    def of_dense(self, dense: cute.Tensor, s: Int32, at: Int32, head: Int32, lane: Int32) -> cute.Tensor:
+        if const_expr(cute.rank(dense) == 3):
+            return cute.local_tile(dense[at, head, None], (self.move.vector,), (lane,))
+        return cute.local_tile(dense[s, at, head, None], (self.move.vector,), (lane,))
+
+
+class AppendRows(_Rows):
+    """One launch of `append`; a thread block has a tile of one of up to six caches."""
+
+    def __init__(self, move: Move, *dims: int) -> None:
+        super().__init__(move, *dims)
+        aligned = "" if move.vector == VECTOR else "@2"
+        caches = [f"{kind}pages {kind}page H D{aligned}" for kind in ("", "", "", "", "k_", "v_")]
+        new = ["B T H D"] * 4 + ["B filled H D"] * 2
+        tables = "sequences width *", "sequences cmp_width *"
+        self.shapes = (*caches, *new, *tables, "fields sequences", "starts *", "starts *")
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """Six caches and their new rows, both tables, the numbers of `Field`, both starts, see `append`; stream."""
+        *rows, table, cmp_table, numbers, cu_seqlens, cu_blocks, stream = arguments
+        jobs, compressed = self.jobs(rows[:6], rows[6:], ((table, cu_seqlens),) * 4 + ((cmp_table, cu_blocks),) * 2)
+        units = Int32(0)
+        for _, x, _, cu in jobs:
+            units = cutlass.max(units, self.tiles(x, cu))
+        units += self.tiles_behind * numbers.shape[1]
+        self.kernel(jobs, numbers, compressed).launch(grid=[units, len(jobs), 1], block=[THREADS, 1, 1], stream=stream)
+
+    def jobs(self, caches: tuple, new: tuple, places: tuple) -> tuple[tuple, tuple[bool, ...]]:
+        """(cache, new rows, table, starts) of each cache that there is something to do for, and if it is compressed."""
+        every = enumerate(zip(caches, new, places))
+        jobs = [
+            ((cache, x, *place), i >= 4)
+            for i, (cache, x, place) in every
+            if cache is not None and (x is not None or self.tiles_behind > 0)
+        ]
+        return tuple(zip(*jobs))
+
+    @property
+    def tiles_behind(self) -> int:
+        """Tiles of a sequence's rows that are cleared."""
+        return {"": 0, "rows": -(-BEHIND // TILE), "block": KEYS // TILE}[self.move.behind]
+
+    def tiles(self, x: cute.Tensor | None, cu: cute.Tensor | None) -> Int32:
+        """Tiles of all new rows."""
+        return Int32(0) if const_expr(x is None) else Int32(math.prod(tiles_and_batch(x, cu, TILE)))
+
+    @cute.kernel
+    def kernel(self, jobs: tuple, numbers: cute.Tensor, compressed: cutlass.Constexpr[tuple]):
+        unit, job, _ = cute.arch.block_idx()
+        for i in cutlass.range_constexpr(len(jobs)):
+            if job == i:
+                self.run(jobs[i], numbers, compressed[i], unit)
+
+    @cute.jit
+    def run(self, job: tuple, numbers: cute.Tensor, compressed: cutlass.Constexpr[bool], unit: Int32):
+        cache, x, table, cu = job
+        first, new, end = CMP_ROWS if compressed else TOKEN_ROWS
+        sequences, moved = numbers.shape[1], self.tiles(x, cu)
+        if const_expr(x is not None):
+            if unit < moved:
+                s, tile, start, length = sequence_tile(unit, moved // sequences, x, cu, TILE)
+                count = cutlass.min(numbers[new, s], length)
+                if tile * TILE < count:
+                    self.move_tile(cache, x, table, (s, start, numbers[first, s], tile * TILE, count, count))
+        if const_expr(self.tiles_behind > 0):
+            s, tile = (unit - moved) // self.tiles_behind, (unit - moved) % self.tiles_behind
+            if unit >= moved and s < sequences:
+                at, there = numbers[end, s], Int32(numbers[Field.NEW, s] > 0)
+                if const_expr(self.move.behind == "rows"):
+                    rows = cutlass.min(BEHIND, cache.shape[1] - at) * there
+                else:
+                    rows = (KEYS - at % KEYS) % KEYS * there
+                if tile * TILE < rows:
+                    self.move_tile(cache, None, table, (s, Int32(0), at, tile * TILE, Int32(0), rows))
+
+
+class MoveRows(_Rows):
+    """One launch of `gather` or `clear`; the second of each pair may be missing."""
+
+    def __init__(self, move: Move, *dims: int) -> None:
+        super().__init__(move, *dims)
+        cache = "pages page H D" if move.vector == VECTOR else "pages page H D@2"
+        # A packed target of `clear` has no pages.
+        cache = cache.replace("pages", "B") if move.to == "nothing" else cache
+        self.shapes = (cache, cache, "B T H D", "B T H D", "sequences width *", "fields sequences", "starts *")
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """k and v in caches, and dense; page table, numbers of `Field`, starts of packed rows; which of the numbers are
+        the first row in the cache and the number of rows; stream."""
+        *tensors, first, count, stream = arguments
+        mK, mV, mX, _, _, numbers, cu = tensors
+        sequences = numbers.shape[1]
+        if const_expr(self.move.to == "nothing"):
+            tiles = Int32(cute.ceil_div(BEHIND, TILE))
+        else:
+            tiles = Int32(math.prod(tiles_and_batch(mX, cu, TILE))) // sequences
+        units = tiles * sequences
+        self.kernel(tuple(tensors), (first, count), tiles).launch(
+            grid=[units, 1 if const_expr(mV is None) else 2, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, fields: tuple[Int32, Int32], tiles: Int32):
+        mK, mV, mX, mY, table, numbers, cu = tensors
+        unit, is_value, _ = cute.arch.block_idx()
+        if const_expr(self.move.to == "nothing"):
+            s, tile, start, length = unit // tiles, unit % tiles, Int32(0), Int32(mK.shape[1])
+            if const_expr(cu is not None):
+                start, length = cu[s], cu[s + 1] - cu[s]
+        else:
+            s, tile, start, length = sequence_tile(unit, tiles, mX, cu, TILE)
+        first, count = numbers[fields[0], s], Int32(0)
+        if const_expr(self.move.to == "nothing"):
+            rows = cutlass.min(BEHIND, length - first) * Int32(numbers[Field.NEW, s] > 0)
+        else:
+            count = cutlass.min(numbers[fields[1], s], length)
+            rows = cutlass.min(count + BEHIND, length)
+        place = (s, start, first, tile * TILE, count, rows)
+        if tile * TILE < rows:
+            if is_value == 0:
+                self.move_tile(mK, mX, table, place)
+            elif const_expr(mV is not None):
+                self.move_tile(mV, mY, table, place)
+
+
+Pair = tuple[Optional[Tensor], Optional[Tensor]]
+Six = Sequence[Optional[Tensor]]
+
+
+def append(x: Six, caches: Six, tables: Pair, places: Tensor, starts: Pair = (None, None), *, behind: str = "") -> None:
+    """Write the first rows of dense keys and values [B, N, H, D], packed [total, H, D], to their places in the caches.
+
+    Args:
+        x, caches: k and v, the window's own, and the compressed, of which any may be missing; [rows, S, H, D], or
+            [pages, page, H, D] with a table.
+        tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
+        places: of `find_places`.
+        starts: int32 [B + 1] of packed tokens and of packed compressed keys.
+        behind: clear behind the last row of each cache, also where nothing is written: "rows", `BEHIND` of them, in
+            caches without a table; "block", those up to a multiple of `KEYS`.
+    """
+    caches = [None if cache is None or 0 in cache.shape else cache for cache in caches]
+    present = [cache for cache, new in zip(caches, x) if cache is not None and (new is not None or behind)]
+    if not present:
+        return
+    vector = VECTOR if all(map(are_aligned, present)) else 1
+    dims = tuple(None if cache is None else cache.shape[-1] for cache in caches)
+    launch("append_rows", AppendRows, (Move("cache", vector, behind), *dims), *caches, *x, *tables, places, *starts)
+
+
+def gather(
+    caches: Pair, x: Pair, table: Tensor | None, places: Tensor, fields: tuple[Field, Field], cu_seqlens: Tensor | None
+) -> None:
+    """Read rows of two caches into dense tensors, and clear `BEHIND` rows behind them.
+
+    Args:
+        table: of both; fields: of the first place, and of the number of rows; the rest as for `append`.
+    """
+    _launch("dense", caches, x, table, places, fields, cu_seqlens)
+
+
+def clear(x: Pair, places: Tensor, first: Field, cu_seqlens: Tensor | None = None) -> None:
+    """Clear `BEHIND` rows of [B, S, H, D], packed [total, H, D], from the place on of each sequence with queries."""
+    _launch("nothing", x, (None, None), None, places, (first, first), cu_seqlens)
+
+
+def _launch(
+    to: str,
+    caches: Pair,
+    dense: Pair,
+    table: Tensor | None,
+    places: Tensor,
+    fields: tuple[Field, Field],
+    cu_seqlens: Tensor | None,
+) -> None:
+    pairs = [(cache, x) for cache, x in zip(caches, dense, strict=True) if cache is not None]
+    if not pairs or any(0 in x.shape for pair in pairs for x in pair if x is not None):
+        return
+    (k, x), (v, y) = (pairs + [(None, None)])[:2]
+    move = Move(to, VECTOR if all(are_aligned(cache) for cache, _ in pairs) else 1)
+    dims = tuple(cache.shape[-1] for cache, _ in pairs)
+    launch("move_rows", MoveRows, (move, *dims), k, v, x, y, table, places, cu_seqlens, *map(int, fields))

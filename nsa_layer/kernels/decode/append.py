@@ -1,0 +1,126 @@
+"""Writes of a step to the caches: new tokens, and the compressed keys and values that they complete."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from nsa_layer.kernels.cache_rows.locate import pages_exist
+from nsa_layer.kernels.decode.cache_rows import Caches, Sequence, Stored, new_row
+from nsa_layer.kernels.decode.partial_sums import fragment
+from nsa_layer.kernels.decode.spec import VECTOR, DecodeSpec
+
+
+def is_inside(sequence: Sequence, caches: Caches, threads: int, sBad: cute.Tensor) -> Boolean:
+    """True if all the sequence's slots are in the caches; of all threads together."""
+    used = [(caches.tokens, sequence.S), (caches.keys, sequence.completed()[1])]
+    tables = [stored.table(sequence).used(slots) for stored, slots in used if stored.pages is not None]
+    return pages_exist(sequence.inside, tables, sBad, threads) if tables else sequence.inside
+
+
+@cute.jit
+def write_valid(
+    mValid: cute.Tensor,
+    sequence: Sequence,
+    caches: Caches,
+    head: Int32,
+    threads: cutlass.Constexpr[int],
+    sBad: cute.Tensor,
+):
+    """mValid: int32 [B, Hkv]: 1 where all the sequence's slots are in the caches."""
+    tidx, _, _ = cute.arch.thread_idx()
+    valid = is_inside(sequence, caches, threads, sBad)
+    if tidx == 0:
+        mValid[sequence.b, head] = cutlass.select_(valid, Int32(1), Int32(0))
+
+
+@cute.jit
+def complete_keys(
+    sequence: Sequence,
+    caches: Caches,
+    head: Int32,
+    threads: cutlass.Constexpr[int],
+    sSums: cute.Tensor,
+    sBad: cute.Tensor,
+):
+    """Write the compressed keys and values that this call completes, if it may; sSums: fp32 [2 * VECTOR * threads]."""
+    before, after = sequence.completed()
+    if before < after:
+        if is_inside(sequence, caches, threads, sBad):
+            for j in cutlass.range(before, after, unroll=1):
+                complete(sequence.spec, sequence, caches, j, head, threads, sSums)
+        cute.arch.sync_threads()
+
+
+@cute.jit
+def append(spec: DecodeSpec, sequence: Sequence, stored: Stored, head: Int32, threads: cutlass.Constexpr[int]):
+    """Write a sequence's new keys and values of a head; some threads keys, others values."""
+    tidx, _, _ = cute.arch.thread_idx()
+    lanes, table = spec.D // VECTOR, stored.table(sequence)
+    for i in cutlass.range_constexpr(2):
+        new, cache = stored.new[i], stored.caches[i]
+        if const_expr(new is not None and cache is not None):
+            first = (tidx // lanes + i) % (threads // lanes)
+            for token in cutlass.range(first, sequence.T, threads // lanes, unroll=1):
+                at = sequence.position(token)
+                piece = fragment(new_row(new, sequence, token, head), tidx % lanes, VECTOR)
+                target = cache[table.page(at), table.within(at), head, None]
+                cute.autovec_copy(piece, cute.local_tile(target, (VECTOR,), (tidx % lanes,)))
+
+
+@cute.jit
+def complete(
+    spec: DecodeSpec,
+    sequence: Sequence,
+    caches: Caches,
+    j: Int32,
+    head: Int32,
+    threads: cutlass.Constexpr[int],
+    sSums: cute.Tensor,
+):
+    """Write compressed key and value j of a head: given, or means of their tokens, projected."""
+    tidx, _, _ = cute.arch.thread_idx()
+    tokens, keys, weights = caches.tokens, caches.keys, caches.weights
+    lanes, groups, table = spec.D // VECTOR, threads * VECTOR // spec.D, keys.table(sequence)
+    lane, group = tidx % lanes, tidx // lanes
+    targets = [cache[table.page(j), table.within(j), head, None] for cache in keys.caches]
+    made = [i for i in range(2) if keys.new[i] is None]
+    for i in cutlass.range_constexpr(2):
+        if const_expr(keys.new[i] is not None):
+            if group == 0:
+                before, _ = sequence.completed()
+                piece = fragment(new_row(keys.new[i], sequence, j - before, head), lane, VECTOR)
+                cute.autovec_copy(piece, cute.local_tile(targets[i], (VECTOR,), (lane,)))
+    if const_expr(len(made) > 0):
+        sums, own = cute.make_rmem_tensor((VECTOR, len(made)), Float32), tokens.table(sequence)
+        sums.fill(0.0)
+        for token in cutlass.range(group, spec.span, groups, unroll=8):
+            at = j * spec.stride + token
+            page = own.page(at)
+            for n in cutlass.range_constexpr(len(made)):
+                piece = fragment(tokens.token(made[n], own, page, at, head), lane, VECTOR)
+                for x in cutlass.range_constexpr(VECTOR):
+                    sums[x, n] += piece[x].to(Float32)
+        sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups, len(made))))
+        for n in cutlass.range_constexpr(len(made)):
+            for x in cutlass.range_constexpr(VECTOR):
+                sLines[lane * VECTOR + x, group, n] = sums[x, n]
+        cute.arch.sync_threads()
+        if tidx < spec.D:
+            for n in cutlass.range_constexpr(len(made)):
+                total = Float32(0.0)
+                for line in cutlass.range_constexpr(groups):
+                    total += sLines[tidx, line, n]
+                sLines[tidx, 0, n] = total * (1.0 / spec.span)
+        cute.arch.sync_threads()
+        if tidx < spec.D:
+            for n in cutlass.range_constexpr(len(made)):
+                i = made[n]
+                mean = sLines[tidx, 0, n]
+                if const_expr(weights[i] is not None):
+                    mean = Float32(0.0)
+                    for d in cutlass.range(spec.D, unroll=16):
+                        mean += sLines[d, 0, n] * weights[i][head, d, tidx].to(Float32)
+                targets[i][tidx] = mean.to(targets[i].element_type)
+        cute.arch.sync_threads()

@@ -1,0 +1,204 @@
+"""Rows of a step: of its queries, of its new keys and values, and of caches, contiguous or in pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from nsa_layer.kernels.cache_rows.locate import compressed_length
+from nsa_layer.kernels.decode.spec import DecodeSpec, StepTensors
+
+LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tensors of the sequences' lengths and of their rows in contiguous caches.
+
+    Attributes:
+        cache_seqlens: int32 [B].
+        cu_seqlens_q: int32 [B + 1], or None: every sequence has `spec.T` queries.
+        cache_batch_idx: int32 [B], or None.
+        capacity, compressed_capacity: tokens and compressed keys that a sequence may have.
+        total: rows of packed queries.
+    """
+
+    spec: cutlass.Constexpr[DecodeSpec]
+    cache_seqlens: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cache_batch_idx: cute.Tensor | None
+    capacity: Int32
+    compressed_capacity: Int32
+    total: Int32
+
+    @classmethod
+    def of(cls, spec: DecodeSpec, step: StepTensors, capacity: Int32, compressed_capacity: Int32) -> Lengths:
+        tensors = (step.cache_seqlens, step.cu_seqlens_q, step.cache_batch_idx)
+        return cls(spec, *tensors, capacity, compressed_capacity, Int32(step.q.shape[1]))
+
+    def sequence(self, b: Int32, rows: Int32 | int = LARGEST) -> Sequence:
+        """rows: of contiguous caches."""
+        spec, (first_row, T) = self.spec, self.queries(b)
+        length = self.cache_seqlens[b]
+        row = b if const_expr(self.cache_batch_idx is None) else self.cache_batch_idx[b]
+        if const_expr(spec.appends):
+            inside = (length >= 0) & (length <= self.capacity - T)
+            S = length + T
+        else:
+            inside = (length >= T) & (length <= self.capacity)
+            S = length
+        inside = inside & (row >= 0) & (row < rows) & (T > 0) & (T <= spec.T)
+        if const_expr(self.cu_seqlens_q is not None):
+            inside = inside & (first_row >= 0) & (first_row + T <= self.total)
+        T = cutlass.select_(inside, T, Int32(0))
+        S = cutlass.select_(inside, S, Int32(0))
+        inside = inside & (compressed_length(S, spec.span, spec.stride) <= self.compressed_capacity)
+        return Sequence(spec, b, cutlass.select_(inside, row, Int32(0)), first_row, T, S, inside)
+
+    def queries(self, b: Int32) -> tuple[Int32, Int32]:
+        """The first row of a sequence's packed queries, and how many they are."""
+        if const_expr(self.cu_seqlens_q is None):
+            return Int32(0), Int32(self.spec.T)
+        first = self.cu_seqlens_q[b]
+        return first, self.cu_seqlens_q[b + 1] - first
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence: T queries, the last of S tokens.
+
+    Attributes:
+        row: of contiguous caches.
+        first_row: of packed queries.
+        inside: its tokens have places, as far as lengths and rows tell.
+    """
+
+    spec: cutlass.Constexpr[DecodeSpec]
+    b: Int32
+    row: Int32
+    first_row: Int32
+    T: Int32
+    S: Int32
+    inside: Boolean
+
+    def completed(self) -> tuple[Int32, Int32]:
+        """Compressed keys before these queries, and with them."""
+        before, after = (compressed_length(S, self.spec.span, self.spec.stride) for S in (self.S - self.T, self.S))
+        return before, after
+
+    def position(self, token: Int32) -> Int32:
+        return self.S - self.T + token
+
+    def keys_end(self, t: Int32) -> Int32:
+        """One past the last compressed key that token t sees."""
+        spec = self.spec
+        seen = cutlass.max(t - spec.offset + spec.stride, 0) // spec.stride
+        return cutlass.min(seen, compressed_length(self.S, spec.span, spec.stride))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Places of one sequence in caches [rows, S, H, D] or, with pages, [pages, page, H, D].
+
+    Attributes:
+        pages: int32 [B, n], or None.
+        size: places of a page.
+        count: pages of the caches.
+    """
+
+    pages: cute.Tensor | None
+    sequence: Sequence
+    size: Int32
+    count: Int32
+
+    def page(self, at: Int32) -> Int32:
+        """The first coordinate of a place; always one of the caches'."""
+        if const_expr(self.pages is None):
+            return self.sequence.row
+        page = self.pages[self.sequence.b, at // self.size]
+        return cutlass.min(cutlass.max(page, 0), self.count - 1)
+
+    def within(self, at: Int32) -> Int32:
+        """The second coordinate."""
+        return at if const_expr(self.pages is None) else at % self.size
+
+    def used(self, slots: Int32) -> tuple[cute.Tensor, Int32, Int32, Int32]:
+        """The pages of the first slots, for `pages_exist`."""
+        return self.pages, self.sequence.b, cute.ceil_div(slots, self.size), self.count
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A key cache and its value cache, or one of them, [rows, S, Hkv, D] or [pages, page, Hkv, D], and what is new.
+
+    Attributes:
+        new: k and v, [B, T, Hkv, D] or [1, total, Hkv, D]; None where nothing is.
+    """
+
+    caches: tuple[cute.Tensor, cute.Tensor]
+    new: tuple[cute.Tensor | None, cute.Tensor | None]
+    pages: cute.Tensor | None
+
+    def table(self, sequence: Sequence) -> Table:
+        cache = self.caches[0] if const_expr(self.caches[0] is not None) else self.caches[1]
+        count, size = cache.shape[:2]
+        return Table(self.pages, sequence, Int32(size), Int32(count))
+
+    def token(self, i: int, table: Table, page: Int32, at: Int32, head: Int32) -> cute.Tensor:
+        """Row [D] of a token that is on the page: of the cache, or of what this call appends to it."""
+        row = self.caches[i][page, table.within(at), head, None]
+        if const_expr(self.new[i] is None):
+            return row
+        sequence, dtype = table.sequence, row.element_type
+        past = at - sequence.position(Int32(0))
+        new = new_row(self.new[i], sequence, cutlass.max(past, 0), head)
+        address = cutlass.select_(past >= 0, new.iterator.toint(), row.iterator.toint())
+        return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16), row.layout)
+
+
+@dataclass(frozen=True)
+class Caches:
+    """All that a step reads and writes.
+
+    Attributes:
+        window: its own keys and values, or one of them, if it has some.
+        keys: compressed keys and values; None where the step does not attend to them.
+        weights: [Hkv, D, D] or None each, that project compressed keys and values.
+    """
+
+    tokens: Stored
+    window: Stored | None
+    keys: Stored | None
+    weights: tuple[cute.Tensor | None, cute.Tensor | None]
+
+    @classmethod
+    def of(cls, step: StepTensors) -> Caches:
+        tokens = Stored((step.k_cache, step.v_cache), (step.k, step.v), step.page_table)
+        window = Stored((step.k_win_cache, step.v_win_cache), (step.k_win, step.v_win), step.page_table)
+        keys = Stored((step.k_cmp_cache, step.v_cmp_cache), (step.k_cmp, step.v_cmp), step.cmp_page_table)
+        window = None if const_expr(step.k_win_cache is None and step.v_win_cache is None) else window
+        keys = None if const_expr(step.k_cmp_cache is None) else keys
+        return cls(tokens, window, keys, (step.compress_k_weight, step.compress_v_weight))
+
+    @property
+    def rows(self) -> Int32 | int:
+        """Sequences that contiguous caches hold."""
+        return LARGEST if const_expr(self.tokens.pages is not None) else Int32(self.tokens.caches[0].shape[0])
+
+    def read_window(self) -> Stored:
+        """Keys and values of the window: its own, and otherwise the tokens'."""
+        if const_expr(self.window is None):
+            return self.tokens
+        tokens, own = self.tokens, self.window
+        caches = [mine if theirs is None else theirs for mine, theirs in zip(tokens.caches, own.caches)]
+        new = [mine if cache is None else theirs for mine, cache, theirs in zip(tokens.new, own.caches, own.new)]
+        return Stored(tuple(caches), tuple(new), tokens.pages)
+
+
+def new_row(x: cute.Tensor, sequence: Sequence, token: Int32, head: Int32) -> cute.Tensor:
+    """Row [D] of a sequence's token of this call, [B, T, H, D], packed [1, total, H, D]; of one that is there."""
+    at = cutlass.min(cutlass.max(sequence.first_row + token, 0), x.shape[1] - 1)
+    return x[sequence.b * cutlass.min(x.shape[0] - 1, 1), at, head, None]

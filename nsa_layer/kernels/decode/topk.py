@@ -1,0 +1,254 @@
+"""The best of a token's blocks, by the compressed branch's probabilities, found by the thread blocks of a cluster.
+
+A block's importance needs the log-sum-exps of its group's heads, which the compressed branch left in pieces. Of 32
+groups of a thread block's blocks, as many as are asked for have a best one at least as good as a bound: blocks below it
+are not among the best, and the few others are ranked. The cluster's best lie in shared memory, where each thread block
+ranks them once more. A candidate is one int64 that orders as (score, earlier block first), below 0 where there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from nsa_layer.kernels.decode.attention import TokenTile
+from nsa_layer.kernels.decode.cache_rows import Stored
+from nsa_layer.kernels.decode.partial_sums import finite, fragment
+from nsa_layer.kernels.decode.spec import MOST_OF_CLUSTER, WARP, DecodeSpec
+from nsa_layer.kernels.select_by_tile.online_softmax import exp2
+from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
+from nsa_layer.kernels.select_by_token.candidates import NOTHING, candidate
+
+NAN_BITS = 0x7FFFFFFF  # NaN is best
+SHARE = 8  # threads that share a head's pieces
+GROUPS = 32  # of a thread block's blocks
+MOST_LOADED = 64  # scores that a thread loads before it knows what they count
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A thread block's part of a token's selection, round after round of `each` blocks in a thread.
+
+    Attributes:
+        whole: the cluster's thread blocks have the pieces of the compressed branch, each one.
+        lse: fp32 [G] in shared memory: of the group's heads, in units of log2.
+        tops: int32 [GROUPS] in shared memory: bits of the groups' best scores.
+        count: int32 [1] in shared memory: of `best`.
+        best: int64 in shared memory: what may be among the best, in any order.
+        top: int64 [spec.chosen] in shared memory: the best, which the cluster's other thread blocks read.
+        found: int64 [the cluster's thread blocks, at most, * spec.chosen] in shared memory: theirs and its own.
+    """
+
+    tile: TokenTile
+    each: cutlass.Constexpr[int]
+    whole: cutlass.Constexpr[bool]
+    lse: cute.Tensor
+    tops: cute.Tensor
+    count: cute.Tensor
+    best: cute.Tensor
+    top: cute.Tensor
+    found: cute.Tensor
+
+    @classmethod
+    def of(cls, smem: SmemAllocator, tile: TokenTile, each: int, whole: bool) -> Selection:
+        def shared(dtype: type[cutlass.Numeric], count: int) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
+
+        chosen = tile.spec.chosen
+        kept = [shared(Int64, n) for n in (each * WARP * tile.warps + chosen, chosen, MOST_OF_CLUSTER * chosen)]
+        return cls(tile, each, whole, shared(Float32, tile.spec.G), shared(Int32, GROUPS), shared(Int32, 1), *kept)
+
+    @property
+    def overlapping(self) -> int:
+        """Compressed keys that overlap a block."""
+        spec = self.tile.spec
+        return (spec.span + spec.block_size) // spec.stride - 1
+
+    def first_block(self, turn: Int32) -> Int32:
+        """This thread's first block of a round."""
+        tile = self.tile
+        return (turn * tile.shares * tile.warps + tile.group) * (WARP * self.each) + cute.arch.lane_idx()
+
+    @cute.jit
+    def select(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean, window: Stored, groups: Int32):
+        """Find this thread block's best; all threads together. Scores are loaded whether they count or not.
+
+        stats: fp32 [R, pieces, 2] of the key/value head's rows, or [ROWS, 1, 2] in the cluster's shared memory.
+        If `whole`, the window's second groups are sent for to the L2; before log-sum-exps, they would delay these.
+        """
+        tile, spec = self.tile, self.tile.spec
+        tidx, _, _ = cute.arch.thread_idx()
+        first = tile.token * spec.G
+        early = self.each * spec.G * self.overlapping <= MOST_LOADED
+        loaded = cute.make_rmem_tensor((self.each, self.overlapping, spec.G) if early else (1, 1, 1), Float32)
+        if const_expr(early):
+            self.load(loaded, scores, first, Int32(0))
+        self.log_sum_exps(stats, first)
+        if tidx < spec.chosen:
+            self.top[tidx] = Int64(NOTHING)
+        if tidx == 0:
+            self.count[0] = Int32(0)
+        cute.arch.sync_threads()
+        if const_expr(self.whole):
+            tile.prefetch_window(window, groups)
+
+        begin, end = candidates(spec, tile.t)
+        end = cutlass.select_(valid & (tile.token < tile.sequence.T), end, Int32(0))
+        rounds = cutlass.max(cute.ceil_div(end, tile.shares * tile.warps * WARP * self.each), 1)
+        for turn in cutlass.range(rounds, unroll=1):
+            bits, first_block = cute.make_rmem_tensor((self.each,), Int32), self.first_block(turn)
+            for i in cutlass.range_constexpr(self.each):
+                block, total = first_block + i * WARP, Float32(0.0)
+                for x in cutlass.range_constexpr(self.overlapping):
+                    p = Float32(0.0)
+                    if const_expr(early):
+                        for h in cutlass.range_constexpr(spec.G):
+                            p += exp2(loaded[i, x, h] - self.lse[h])
+                    else:
+                        at = self.key_of(block, x, scores.shape[1])
+                        for h in cutlass.range(spec.G, unroll=16):
+                            p += exp2(scores[first + h, at] - self.lse[h])
+                    key = self.key(block, x)
+                    seen = (key >= 0) & (key < tile.sequence.keys_end(tile.t))
+                    total += cutlass.select_(seen, times(spec, x) * p, Float32(0.0))
+                score = cutlass.select_(total == total, bits_of(total), Int32(NAN_BITS))
+                bits[i] = cutlass.select_((block >= begin) & (block < end), score, Int32(-1))
+            if const_expr(early):
+                if turn + 1 < rounds:
+                    self.load(loaded, scores, first, turn + 1)
+            self.keep(bits, first_block)
+            self.rank()
+
+    def load(self, loaded: cute.Tensor, scores: cute.Tensor, first: Int32, turn: Int32) -> None:
+        spec, first_block = self.tile.spec, self.first_block(turn)
+        for i in range(self.each):
+            for x in range(self.overlapping):
+                there = self.key_of(first_block + i * WARP, x, scores.shape[1])
+                for h in range(spec.G):
+                    loaded[i, x, h] = scores[first + h, there]
+
+    def key(self, block: Int32, x: int) -> Int32:
+        """The x-th key that overlaps a block."""
+        spec = self.tile.spec
+        return block * (spec.block_size // spec.stride) + x - (spec.span // spec.stride - 1)
+
+    def key_of(self, block: Int32, x: int, keys: Int32) -> Int32:
+        """The x-th key that overlaps a block, or another that is there."""
+        return cutlass.max(cutlass.min(self.key(block, x), keys - 1), 0)
+
+    @cute.jit
+    def log_sum_exps(self, stats: cute.Tensor, first: Int32):
+        """Those of the group's heads, to shared memory."""
+        spec, (tidx, _, _) = self.tile.spec, cute.arch.thread_idx()
+        for h in cutlass.range_constexpr(0, spec.G, WARP * self.tile.warps // SHARE):
+            head = h + tidx // SHARE
+            lse = self.log_sum_exp(stats, first + cutlass.min(head, spec.G - 1))
+            if (head < spec.G) & (tidx % SHARE == 0):
+                self.lse[head] = lse
+
+    @cute.jit
+    def log_sum_exp(self, stats: cute.Tensor, row: Int32) -> Float32:
+        """The log-sum-exp of a row's pieces, in units of log2; by `SHARE` neighbouring threads."""
+        count = self.tile.shares if self.whole else stats.shape[1]
+        lane, top, total = cute.arch.lane_idx() % SHARE, -Float32.inf, Float32(0.0)
+        for begin in cutlass.range(lane, count, 2 * SHARE, unroll=1):
+            places = [begin, begin + SHARE]
+            parts = [self.piece(stats, row, cutlass.min(i, count - 1)) for i in places]
+            tops = [Float32(cutlass.select_(i < count, part[0], -Float32.inf)) for i, part in zip(places, parts)]
+            highest = cute.arch.fmax(top, cute.arch.fmax(*tops))
+            total *= exp2(top - finite(highest))
+            for own, part in zip(tops, parts):
+                total += part[1] * exp2(own - finite(highest))
+            top = highest
+        shift = finite(cute.arch.warp_reduction_max(top, threads_in_group=SHARE))
+        total = cute.arch.warp_reduction_sum(total * exp2(top - shift), threads_in_group=SHARE)
+        return shift + cute.math.log2(total)
+
+    def piece(self, stats: cute.Tensor, row: Int32, i: Int32) -> cute.Tensor:
+        """Maximum and sum of a row's piece."""
+        if self.whole:
+            there = cute.make_tensor(cute.arch.map_dsmem_ptr(stats.iterator, i), stats.layout)
+            return fragment(there[row - self.tile.first_row, 0, None], Int32(0), 2)
+        return fragment(stats[row, i, None], Int32(0), 2)
+
+    @cute.jit
+    def keep(self, bits: cute.Tensor, first_block: Int32):
+        """Move to `best` those that may be among the best, of this round and of `top`; all threads together."""
+        chosen, (tidx, _, _) = self.tile.spec.chosen, cute.arch.thread_idx()
+        own, size = bits[0], WARP * self.tile.warps // GROUPS
+        for i in cutlass.range_constexpr(1, self.each):
+            own = cutlass.max(own, bits[i])
+        own = cute.arch.warp_reduction(own, cutlass.max, threads_in_group=size)
+        if tidx % size == 0:
+            self.tops[tidx // size] = own
+        before = self.top[cutlass.min(tidx, chosen - 1)]
+        cute.arch.sync_threads()
+        bound = Int32(0)
+        if const_expr(chosen <= GROUPS):
+            own, better = self.tops[cute.arch.lane_idx()], Int32(0)
+            for j in cutlass.range_constexpr(GROUPS):
+                other = self.tops[j]
+                first = (other == own) & (j < cute.arch.lane_idx())
+                better += cutlass.select_((other > own) | first, Int32(1), Int32(0))
+            bound = cute.arch.warp_redux_sync(cutlass.select_(better == chosen - 1, own, Int32(0)), "max")
+        if tidx < chosen:
+            self.top[tidx] = Int64(NOTHING)
+            if before >= 0:
+                self.best[self.next_place()] = before
+        for i in cutlass.range_constexpr(self.each):
+            if bits[i] >= bound:
+                self.best[self.next_place()] = candidate(bits[i], first_block + i * WARP)
+        cute.arch.sync_threads()
+
+    def next_place(self) -> Int32:
+        return cute.arch.atomic_add(self.count.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="cta")
+
+    @cute.jit
+    def rank(self):
+        """The best of `best`, which is emptied, to `top`; all threads together."""
+        count, (tidx, _, _) = self.count[0], cute.arch.thread_idx()
+        for i in cutlass.range(tidx, count, WARP * self.tile.warps, unroll=1):
+            rank = rank_of(self.best, i, count)
+            if rank < self.tile.spec.chosen:
+                self.top[rank] = self.best[i]
+        cute.arch.sync_threads()
+        if tidx == 0:
+            self.count[0] = Int32(0)
+
+    @cute.jit
+    def gather(self) -> Int32:
+        """Candidates of the cluster, to `found`; returns their number. Their thread blocks have chosen."""
+        chosen, (tidx, _, _) = self.tile.spec.chosen, cute.arch.thread_idx()
+        count = self.tile.shares * chosen
+        for i in cutlass.range(tidx, count, WARP * self.tile.warps, unroll=1):
+            theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(self.top.iterator, i // chosen), self.top.layout)
+            self.found[i] = fragment(theirs, i % chosen, 1)[0]
+        return count
+
+
+def times(spec: DecodeSpec, x: int) -> float:
+    """Strides in which a block and the x-th key that overlaps it overlap."""
+    in_key, in_block = spec.span // spec.stride, spec.block_size // spec.stride
+    return float(min(in_block, x + 1) - max(0, x - in_key + 1))
+
+
+@cute.jit
+def rank_of(entries: cute.Tensor, i: Int32, count: Int32) -> Int32:
+    """The number of entries that are better than entry i."""
+    own, rank = entries[i], Int32(0)
+    for j in cutlass.range(count, unroll=8):
+        rank += cutlass.select_(entries[j] > own, Int32(1), Int32(0))
+    return rank
+
+
+def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
+    """The blocks of token t that it may select, beside those that are forced: the first, and one past the last."""
+    if const_expr(spec.local):
+        return Int32(spec.init), cutlass.max(t // spec.block_size - (spec.local - 1), spec.init)
+    if const_expr(spec.init):
+        return Int32(spec.init), cutlass.max((t + 1) // spec.block_size, spec.init)
+    return Int32(0), t // spec.block_size + 1

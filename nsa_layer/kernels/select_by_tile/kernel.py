@@ -1,0 +1,337 @@
+"""Block top-k: scores of pooled queries against compressed keys in registers, and each tile's best blocks.
+
+A CTA of 8 warps, 32 rows by 64 keys each, streams keys through shared memory with cp.async. Rows are permuted so that a
+thread's four rows are heads of one tile: up to four heads a group are summed without another thread. The package's
+docstring gives the algorithm.
+"""
+
+from functools import lru_cache
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.kernels.launch import launch
+from nsa_layer.kernels.select_by_tile import register_topk
+from nsa_layer.kernels.select_by_tile.epilogue import room_of, write_block_list
+from nsa_layer.kernels.select_by_tile.online_softmax import exp2, finish_row_sums, row_shift, update_row_sums
+from nsa_layer.kernels.select_by_tile.pooled_queries import pooled_queries
+from nsa_layer.kernels.select_by_tile.query_tiles import candidates_end, eligible, local_range, tile_to_batch
+from nsa_layer.kernels.select_by_tile.register_topk import RegisterTopK
+from nsa_layer.kernels.select_by_tile.spec import ROWS, TopKSpec
+from nsa_layer.kernels.select_by_tile.split_fp16 import (
+    THREADS,
+    TILE,
+    VECTOR,
+    WARPS_M,
+    WARPS_N,
+    copy_row,
+    row_copy,
+    rows_layout,
+    split_gemm,
+    tiled_mma,
+)
+
+Tensor = torch.Tensor
+
+LOG2_E = 1.4426950408889634
+STAGES = 2
+COLUMNS = tuple(register_topk.column(i) for i in range(register_topk.COLUMNS))  # of a thread, from its first
+KEYS_IN_L2 = 32 << 20  # bytes
+
+
+class BlockTopK:
+    """One launch of `block_topk`."""
+
+    shapes = (
+        *("tiles Hq D", "tiles Hq", "keys Hkv D", "keys Hkv", "starts", "starts"),
+        *("batch lists list_tiles n", "batch lists list_tiles"),
+    )
+
+    def __init__(self, spec: TopKSpec) -> None:
+        self.spec = spec
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """Split fp16 rows [tiles, Hq, 2 D] and scales of queries, those of keys, starts of tokens and of keys, lists
+        [B, Hkv, tiles of a sequence, n], packed [1, Hkv, all tiles, n], their counts; numbers of `kernel`; stream."""
+        tensors, (*numbers, stream) = arguments[:8], arguments[8:]
+        groups, indices = numbers[0], tensors[6]
+        self.kernel(tensors, tuple(numbers)).launch(
+            grid=[groups * indices.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, numbers: tuple):
+        """numbers: groups of tiles, one a CTA, over all sequences, T, and so on."""
+        mQ, mQ_scale, mK, mK_scale, mCu, mCu_blocks, mIndices, mCounts = tensors
+        groups, T, block_size, q_tile, block_counts, keys_a_block, softmax_scale, heads_first = numbers
+        spec = self.spec
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        lane, warp_id = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
+        warp_m, warp_n = warp_id % WARPS_M, warp_id // WARPS_M
+
+        # Longest first. All heads of a tile side by side balance best; head after head keeps a head's keys in L2.
+        Hkv = mIndices.shape[1]
+        head, number = cta // groups, cta % groups
+        if heads_first != 0:
+            head, number = cta % Hkv, cta // Hkv
+        number = groups - 1 - number
+        if const_expr(spec.packed):
+            sequence, group, tiles_before = tile_to_batch(mCu, q_tile, spec.tiles, number)
+            there = sequence >= 0  # there may be fewer groups
+            sequence = cutlass.max(sequence, 0)
+            T = mCu[sequence + 1] - mCu[sequence]
+            keys_before, out = mCu_blocks[sequence], Int32(0)
+            M = cutlass.select_(there, cute.ceil_div(T, q_tile), Int32(0))
+            list_before = tiles_before
+        else:
+            M = cute.ceil_div(T, q_tile)
+            sequence, group = number % mIndices.shape[0], number // mIndices.shape[0]
+            tiles_before, list_before, out = sequence * M, Int32(0), sequence
+            keys_before = sequence * (mK.shape[0] // mIndices.shape[0])
+        place = (T, M, block_size, q_tile, block_counts)
+        first_tile = group * spec.tiles
+        last_tile = cutlass.min(first_tile + spec.tiles, M) - 1
+        end = candidates_end(last_tile * q_tile, T, block_size, spec.causal)
+
+        smem = cutlass.utils.SmemAllocator()
+        layout_A, layout_B = rows_layout(spec.D, 1), rows_layout(spec.D, STAGES)
+        sA = smem.allocate_tensor(Float16, layout_A.outer, 1024, layout_A.inner)
+        list_bytes = spec.tiles * WARPS_N * register_topk.QUAD * spec.share * 8
+        region = smem.allocate(max(cute.cosize(layout_B) * 2, list_bytes), 1024)
+        sB = cute.make_tensor(cute.recast_ptr(region, layout_B.inner, Float16), layout_B.outer)
+        list_shape = (register_topk.QUAD * spec.share * WARPS_N, spec.tiles)
+        sLists = cute.make_tensor(cute.recast_ptr(region, dtype=Int64), cute.make_layout(list_shape))
+        sScale = smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
+        sSums = smem.allocate_tensor(Float32, cute.make_layout((TILE, WARPS_N, 2)), 16)
+
+        # Tile, head and factor of each of a thread's rows.
+        tiles, factors, ends, counted = [], [], [], []
+        for i in cutlass.range_constexpr(ROWS):
+            tile, g = spec.tile_and_head(i // 2, i % 2, warp_m, lane // 4)
+            tiles.append(first_tile + tile)
+            counted.append(g < spec.G)
+            rows_end = candidates_end(tiles[i] * q_tile, T, block_size, spec.causal)
+            ends.append(cutlass.select_(tiles[i] < M, rows_end, Int32(0)))
+            asked = tiles_before + cutlass.min(tiles[i], M - 1)
+            factor = mQ_scale[asked, head * spec.G + cutlass.min(g, spec.G - 1)]
+            factors.append(factor * (softmax_scale * LOG2_E) if const_expr(spec.softmax) else factor)
+        best = []
+        for t in cutlass.range_constexpr(spec.lists):
+            room = room_of(tiles[t * (ROWS // spec.lists)], place, spec)
+            best.append(register_topk.empty_topk(spec.share, room))
+
+        steps = cute.ceil_div(end, TILE)
+        whole = candidates_end(first_tile * q_tile, T, block_size, spec.causal) // TILE  # steps of candidates alone
+        turn = steps - 1 if const_expr(spec.softmax) else Int32(0)
+        rounds = steps + turn if const_expr(spec.softmax) else steps
+        load = (mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end)
+        # Of each row: the highest score in the key's scale, a sum of exponentials, and in the end that sum's inverse.
+        highest, sums = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
+        highest.fill(-Float32.inf)
+        sums.fill(0.0)
+        acc = cute.make_rmem_tensor(tiled_mma().partition_shape_C((TILE, TILE)), Float32)
+        first_column = 8 * warp_n + 2 * (lane % 4)
+        if rounds > 0:
+            self.load_queries(mQ, sA, head, first_tile, tiles_before, M)
+        self.load_round(load, Int32(0), rounds, steps, turn)
+        self.load_round(load, Int32(1), rounds, steps, turn)
+        cute.arch.cp_async_wait_group(1)
+        cute.arch.sync_threads()
+        for i in cutlass.range(rounds, unroll=1):
+            split_gemm(sA, sB, acc, i % STAGES)
+            scales = [sScale[first_column + c, i % STAGES] for c in COLUMNS]
+            first = self.step_of(i, steps, turn) * TILE + first_column
+            late = self.is_late(warp_n, i, turn)
+            if late:
+                self.next_round(load, i, rounds, steps, turn)
+            if const_expr(spec.softmax):
+                if i < whole:
+                    update_row_sums(acc, scales, factors, COLUMNS, first, None, highest, sums)
+                elif i <= turn:
+                    update_row_sums(acc, scales, factors, COLUMNS, first, ends, highest, sums)
+                if i == turn:
+                    finish_row_sums(sSums, factors, highest, sums, counted, 16 * warp_m + lane // 4, warp_n)
+            if i >= turn:
+                self.insert_all(best, acc, scales, factors, highest, sums, first, tiles, ends, place)
+            if not late:
+                self.next_round(load, i, rounds, steps, turn)
+
+        cute.arch.sync_threads()
+        self.store_lists(best, sLists, warp_m, warp_n, lane)
+        cute.arch.sync_threads()
+        for t in cutlass.range(warp_id, spec.tiles, THREADS // 32, unroll=1):
+            if first_tile + t < M:
+                row = list_before + first_tile + t
+                room = room_of(first_tile + t, place, spec)
+                lists = (mIndices[out, head, row, None], mCounts[out, head, None])
+                write_block_list(sLists[None, t], *lists, first_tile + t, row, room, place, spec)
+
+    def is_late(self, warp_n: Int32, i: Int32, turn: Int32) -> Boolean:
+        """True for one of two warps on a scheduler: it reads its scores while the other multiplies for the next round.
+
+        Not at the turn, where all sums meet.
+        """
+        if const_expr(self.spec.softmax):
+            return (warp_n == 1) & (i != turn)
+        return warp_n == 1
+
+    @cute.jit
+    def next_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, turn: Int32):
+        """Wait for all warps' products and for the next round's keys; load the round after that into the free stage."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        self.load_round(load, i + STAGES, rounds, steps, turn)
+
+    @cute.jit
+    def load_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, turn: Int32):
+        if i < rounds:
+            self.load_keys(load, self.step_of(i, steps, turn), i % STAGES)
+        cute.arch.cp_async_commit_group()
+
+    def step_of(self, i: Int32, steps: Int32, turn: Int32) -> Int32:
+        """The tile of keys of round i: ascending up to the turn, then descending; only descending in a single pass."""
+        if const_expr(self.spec.softmax):
+            return cutlass.select_(i <= turn, i, 2 * turn - i)
+        return steps - 1 - i
+
+    @cute.jit
+    def load_queries(
+        self, mQ: cute.Tensor, sA: cute.Tensor, head: Int32, first_tile: Int32, tiles_before: Int32, M: Int32
+    ):
+        spec, copy = self.spec, row_copy(self.spec.D)
+        tidx, _, _ = cute.arch.thread_idx()
+        lanes = spec.D // VECTOR
+        tAsA = copy.get_slice(tidx).partition_D(sA)
+        for i in cutlass.range_constexpr(TILE * lanes // THREADS):
+            r = tidx // lanes + i * (THREADS // lanes)
+            tile, g = spec.tile_and_head(r // 64, r // 8 % 2, r // 16 % 4, r % 8)
+            # Rows past the last tile or head load valid memory and are never counted.
+            row = tiles_before + cutlass.min(first_tile + tile, M - 1)
+            source = mQ[row, head * spec.G + cutlass.min(g, spec.G - 1), None]
+            copy_row(copy, source, tAsA, tidx % lanes, i, 0)
+
+    @cute.jit
+    def load_keys(self, load: tuple, step: Int32, stage: Int32):
+        mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end = load
+        copy = row_copy(self.spec.D)
+        tidx, _, _ = cute.arch.thread_idx()
+        lanes = self.spec.D // VECTOR
+        tBsB = copy.get_slice(tidx).partition_D(sB)
+        for i in cutlass.range_constexpr(TILE * lanes // THREADS):
+            block = cutlass.min(step * TILE + tidx // lanes + i * (THREADS // lanes), end - 1)
+            copy_row(copy, mK[keys_before + block * keys_a_block, head, None], tBsB, tidx % lanes, i, 2 * stage)
+        if tidx < TILE:
+            row = keys_before + cutlass.min(step * TILE + tidx, end - 1) * keys_a_block
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
+            source = cute.local_tile(mK_scale[row, None], (1,), (head,))
+            cute.copy(atom, source, cute.local_tile(sScale[None, stage], (1,), (tidx,)))
+
+    @cute.jit
+    def insert_all(
+        self,
+        best: list[RegisterTopK],
+        acc: cute.Tensor,
+        scales: list[Float32],
+        factors: list[Float32],
+        highest: cute.Tensor,
+        sums: cute.Tensor,
+        first: Int32,
+        tiles: list[Int32],
+        ends: list[Int32],
+        place: tuple[Int32, ...],
+    ):
+        """Insert the importances of a tile of keys into the lists of a thread's query tiles."""
+        spec, q_tile = self.spec, place[3]
+        rows = ROWS // spec.lists
+        shifts = [row_shift(highest[r], factors[r]) for r in range(ROWS)]
+        for t in cutlass.range_constexpr(spec.lists):
+            keys = cute.make_rmem_tensor((len(COLUMNS),), Int32)
+            local = local_range(tiles[t * rows] * q_tile, place, spec)
+            for i in cutlass.range_constexpr(len(COLUMNS)):
+                total = Float32(0.0)
+                for r in cutlass.range_constexpr(t * rows, (t + 1) * rows):
+                    score = acc[(i % 2, r % 2), r // 2, i // 2]
+                    if const_expr(spec.softmax):
+                        total = cute.math.fma(
+                            exp2(cute.math.fma(score * scales[i], factors[r], shifts[r])), sums[r], total
+                        )
+                    else:
+                        total = score * scales[i] * factors[r]  # in this order, or it overflows: see `split_fp16`
+                for bit in cutlass.range_constexpr(spec.lane_bits):
+                    total += cute.arch.shuffle_sync_bfly(total, 16 >> bit)
+                free = eligible(first + COLUMNS[i], ends[t * rows], local, spec)
+                keys[i] = cutlass.select_(free, register_topk.orderable_bits(total), Int32(register_topk.WORST_SCORE))
+            register_topk.insert(best[t], keys, first)
+
+    @cute.jit
+    def store_lists(self, best: list[RegisterTopK], sLists: cute.Tensor, warp_m: Int32, warp_n: Int32, lane: Int32):
+        spec = self.spec
+        for t in cutlass.range_constexpr(spec.lists):
+            r = t * (ROWS // spec.lists)
+            tile, g = spec.tile_and_head(r // 2, r % 2, warp_m, lane // 4)
+            if g < ROWS:  # threads of a tile's further heads have the same list
+                for s in cutlass.range_constexpr(spec.share):
+                    entry = best[t].entries[s]
+                    entry = cutlass.select_(entry == register_topk.CLOSED, Int64(register_topk.EMPTY), entry)
+                    sLists[(warp_n * register_topk.QUAD + lane % 4) * spec.share + s, tile] = entry
+
+
+@torch.no_grad()
+def block_topk(
+    q: Tensor,
+    k_mean: Tensor,
+    *,
+    config: NSAConfig,
+    causal: bool,
+    softmax_scale: float,
+    cu_seqlens: Tensor | None = None,
+    cu_blocks: Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
+    tiles: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The blocks listed for each query tile, as `choose.choose_blocks` defines them.
+
+    Args:
+        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
+        k_mean: fp32 [B, Tc, Hkv, D], all compressed keys; packed [all, Hkv, D].
+        cu_seqlens, cu_blocks: packed only: int32, where sequences start in q, and in k_mean.
+        lengths: packed only: the sequences' lengths, as the host knows them, or a bound of them with ``tiles``.
+        tiles: of all packed sequences at most; there are as many lists, those past the last tile empty.
+
+    Returns:
+        int32 [B, Hkv, M, n], ascending, padded with -1 (packed [Hkv, all tiles, n]), and the lists' lengths,
+        [B, Hkv, M].
+    """
+    Hq, D, Hkv = q.shape[-2], q.shape[-1], k_mean.shape[-2]
+    share, packed = -(-config.block_counts // register_topk.QUAD), lengths is not None
+    forced = (config.init_blocks, config.local_blocks, config.forces_too_many)
+    spec = TopKSpec(D, Hq // Hkv, share, causal, *forced, packed)
+    B = 1 if packed else q.shape[0]
+    M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, spec.tiles)
+    if tiles is not None:
+        M, groups = tiles, (tiles + (len(cu_seqlens) - 1) * (spec.tiles - 1)) // spec.tiles
+    n, groups = config.list_width(T), groups * B
+    queries, keys = pooled_queries(q, k_mean, q_tile=config.q_tile, own=not causal, tiles=M * B, cu_seqlens=cu_seqlens)
+    whole = dict(dtype=torch.int32, device=q.device)
+    indices = torch.empty(B, Hkv, M, n, **whole) if tiles is None else torch.full((B, Hkv, M, n), -1, **whole)
+    counts = (torch.empty if tiles is None else torch.zeros)(B, Hkv, M, **whole)
+    if groups:
+        numbers = (groups, T, config.block_size, config.q_tile, config.block_counts)
+        heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)
+        more = (config.block_size // config.stride, float(softmax_scale), heads_first)
+        tensors = (queries.rows, queries.scale, keys.rows, keys.scale, cu_seqlens, cu_blocks, indices, counts)
+        launch("block_topk", BlockTopK, (spec,), *tensors, *numbers, *more)
+    return (indices.squeeze(0), counts.squeeze(0)) if packed else (indices, counts)
+
+
+@lru_cache(maxsize=64)
+def _extents(lengths: tuple[int, ...], q_tile: int, tiles_a_cta: int) -> tuple[int, int, int]:
+    """(query tiles of all sequences, CTAs a head that take them, tokens of the longest sequence)."""
+    tiles = [-(-T // q_tile) for T in lengths]
+    return sum(tiles), sum(-(-M // tiles_a_cta) for M in tiles), max(lengths, default=0)

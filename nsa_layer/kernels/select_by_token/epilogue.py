@@ -1,0 +1,50 @@
+"""A token's list, ascending: its ranked candidates and the forced blocks, merged by rank."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
+from nsa_layer.kernels.select_by_token.candidates import Candidates
+from nsa_layer.kernels.select_by_token.spec import TokenTopKSpec
+from nsa_layer.kernels.select_by_token.tiles import Tile
+
+
+def forced_block(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> Int32:
+    """The i-th listed forced block: where they are too many, the first ones up to the token's own are left out."""
+    if spec.forced > spec.n:
+        i += cutlass.max(cutlass.min(own + 1, spec.forced) - spec.n, 0)
+    if spec.init == 0:
+        return own - (forced - 1 - i)
+    return cutlass.select_(i > spec.init - 1, own - (forced - 1 - i), Int32(0) if spec.init == 1 else i)
+
+
+@cute.jit
+def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int32, place: Tile, written: Boolean):
+    """Write [n] where `written`; own: the block of the token itself."""
+    spec, lanes, width = mine.spec, mine.spec.lanes, cute.size(mList)
+    forced = Int32(0)
+    if const_expr(spec.forced):
+        forced = place.forced_blocks(own)
+    places = [mine.member + lanes * i for i in range(-(-spec.n // lanes))]
+    first = [mine.member + lanes * i for i in range(-(-min(spec.forced, spec.n) // lanes))]
+    blocks = [unpack_block(mine.selected[cutlass.min(i, spec.n - 1)]) for i in places]
+    blocks += [forced_block(spec, i, own, forced) for i in first]
+    if const_expr(spec.forced > spec.n):
+        forced = cutlass.min(forced, spec.n)
+    before = [Int32(0) for _ in blocks]
+    for i in cutlass.range(kept, unroll=4):
+        block = unpack_block(mine.selected[i])
+        for j in cutlass.range_constexpr(len(blocks)):
+            before[j] += cutlass.select_(block < blocks[j], Int32(1), Int32(0))
+    if written:
+        for j in cutlass.range_constexpr(len(blocks)):
+            if const_expr(j < len(places)):
+                if places[j] < kept:
+                    if const_expr(spec.forced):
+                        before[j] += spec.init + cutlass.select_(blocks[j] > own, forced - spec.init, Int32(0))
+                    mList[before[j]] = blocks[j]
+            elif first[j - len(places)] < forced:
+                mList[first[j - len(places)] + before[j]] = blocks[j]
+        for i in cutlass.range(forced + kept + mine.member, width, lanes, unroll=1):
+            mList[i] = Int32(-1)

@@ -1,0 +1,70 @@
+"""The second warpgroup of a CTA: each token's best blocks, from the sums that the first hands over."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from nsa_layer.kernels.select_by_token import candidates
+from nsa_layer.kernels.select_by_token.epilogue import write_token_list
+from nsa_layer.kernels.select_by_token.spec import SCORES_READ, SCORES_WRITTEN, THREADS, WARPS, TokenTopKSpec
+from nsa_layer.kernels.select_by_token.step_scores import StepValues
+from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
+
+
+@dataclass(frozen=True)
+class BestBlocks:
+    """The second warpgroup's place in shared memory.
+
+    Attributes:
+        sScores: fp32 [KEYS, tokens of a warp, WARPS].
+        sColumns: int64 [capacity, WARP, WARPS], candidates.
+        sSelected: int64 [n, tokens of a warp, WARPS], the best of them.
+    """
+
+    spec: cutlass.Constexpr[TokenTopKSpec]
+    places: Tiles
+    sScores: cute.Tensor
+    sColumns: cute.Tensor
+    sSelected: cute.Tensor
+
+    @cute.jit
+    def run(self):
+        """Write the lists of all the CTA's tiles."""
+        spec, lane = self.spec, cute.arch.lane_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS
+        # The token of the tile whose list this lane helps to keep.
+        token = lane // spec.lanes
+        number = warp * spec.tokens_a_warp + token
+        kept_here = (token < spec.tokens_a_warp) & (number < spec.tokens)
+        scores = self.sScores[None, cutlass.min(token, spec.tokens_a_warp - 1), warp]
+        columns = (self.sColumns[None, None, warp], self.sSelected[None, None, warp])
+        cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=2 * THREADS)
+        for tile in cutlass.range(cta, self.places.tiles(), ctas, unroll=1):
+            place = self.places.of(tile)
+            t = place.first + cutlass.min(number, spec.tokens - 1)
+            own = t // spec.block_size
+            room = Int32(spec.n)
+            if const_expr(spec.forced):
+                room = cutlass.max(spec.n - place.forced_blocks(own), 0)
+            mine = candidates.no_candidates(spec, *columns, room, lane)
+            values = StepValues(spec, scores, place, t, lane % spec.lanes)
+            steps, kept = place.steps(), Int32(0)
+            for step in cutlass.range(steps, unroll=1):
+                cute.arch.barrier(barrier_id=SCORES_WRITTEN, number_of_threads=2 * THREADS)
+                bits = values.all_bits(step)
+                cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=2 * THREADS)
+                values.add_to(mine, step, bits)
+            if steps > 0:
+                kept = candidates.select(mine)
+            written = kept_here & (t < place.end)
+            write_token_list(self.list_of(place, cutlass.min(t, place.end - 1)), mine, kept, own, place, written)
+            cute.arch.sync_warp()
+
+    def list_of(self, place: Tile, t: Int32) -> cute.Tensor:
+        """[n]"""
+        batch = () if self.spec.packed else (place.batch,)
+        return self.places.mIndices[(*batch, place.rows_before + t, place.head, None)]

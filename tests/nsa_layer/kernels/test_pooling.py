@@ -1,0 +1,293 @@
+"""Block means and their transpose: plans cover every token, kernels compile, numbers are the definition's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from nsa_layer.compress import mean_pool
+from nsa_layer.config import NSAConfig
+from nsa_layer.kernels.pooling.mean_pool import pool, unpool
+from nsa_layer.kernels.pooling.tiling import SMEM_FLOATS, Pooling, plan_blocks, plan_segments
+
+POOLINGS = [(64, 64), (64, 16), (32, 16), (16, 16), (128, 64), (7, 7), (12, 3), (96, 96), (512, 512), (64, 1), (512, 1)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Packed lengths, or B sequences of T tokens; the last `H` heads of a tensor with `beside` more."""
+
+    T: int = 1000
+    B: int = 2
+    lengths: tuple[int, ...] | None = None
+    H: int = 3
+    beside: int = 0
+    D: int = 128
+    Dv: int = 128
+    pooling: tuple[int, int] = (64, 64)
+    dtype: torch.dtype = torch.bfloat16
+    k_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+    @property
+    def config(self) -> NSAConfig:
+        l, d = self.pooling
+        return NSAConfig(block_size=l, compress_stride=d, q_tile=min(l & -l, 256))  # a power of two that divides l
+
+    @property
+    def options(self) -> dict[str, int]:
+        return dict(block_size=self.pooling[0], stride=self.pooling[1])
+
+    def tensor(self, D: int, dtype: torch.dtype, rows: int | None = None) -> torch.Tensor:
+        """`rows` of them; None: as many as there are tokens."""
+        packed = self.lengths is not None
+        leading = (
+            (sum(self.lengths) if rows is None else rows,) if packed else (self.B, self.T if rows is None else rows)
+        )
+        return torch.randn(*leading, self.beside + self.H, D, device="cuda").to(dtype)[..., self.beside :, :]
+
+    def starts(self) -> dict[str, torch.Tensor]:
+        if self.lengths is None:
+            return {}
+        blocks = [self.config.compressed_length(length) for length in self.lengths]
+        return {
+            name: torch.tensor([0, *accumulate(of)], dtype=torch.int32, device="cuda")
+            for name, of in (("cu_seqlens", self.lengths), ("cu_blocks", blocks))
+        }
+
+    @property
+    def blocks(self) -> int:
+        if self.lengths is None:
+            return self.config.compressed_length(self.T)
+        return sum(map(self.config.compressed_length, self.lengths))
+
+    def means(self, x: torch.Tensor) -> torch.Tensor:
+        """The definition, in fp64."""
+        if self.lengths is None:
+            return mean_pool(x.double(), config=self.config)
+        parts = [mean_pool(part.double()[None], config=self.config) for part in x.split(self.lengths)]
+        return torch.cat(parts, 1).squeeze(0)
+
+    def gradients(self, d_means: torch.Tensor, D: int) -> torch.Tensor:
+        """The definition's, in fp64."""
+        x = torch.zeros_like(self.tensor(D, torch.float64), requires_grad=True)
+        means = self.means(x)
+        return torch.autograd.grad(means, x, d_means.double())[0] if means.numel() else x.detach()
+
+
+CASES = [
+    Case(),
+    *[Case(pooling=pooling, lengths=(130, 0, 1, 700, 63, 64) if n % 2 else None) for n, pooling in enumerate(POOLINGS)],
+    Case(lengths=(130, 0, 1, 700, 63, 64)),
+    *[Case(T=T) for T in (1, 63, 64, 65, 128)],
+    Case(lengths=(5, 0, 63)),
+    Case(lengths=(0, 0, 64, 0)),
+    Case(lengths=tuple(range(0, 300))),
+    Case(D=64, Dv=64),
+    Case(D=128, Dv=64, pooling=(32, 16)),
+    Case(D=64, Dv=128, pooling=(64, 32), lengths=(400, 31, 500)),
+    Case(dtype=torch.float16, k_dtypes=(torch.float32,)),
+    Case(beside=5, H=1),
+    Case(beside=2, H=2, lengths=(300, 300)),
+    Case(H=16, B=1, T=20000, k_dtypes=(torch.float32, torch.bfloat16)),
+]
+TRACED = [
+    replace(case, H=2)
+    for case in (
+        Case(),
+        Case(lengths=(100, 200)),
+        Case(D=64, Dv=128, pooling=(32, 16), lengths=(100, 200), dtype=torch.float16),
+        Case(D=128, Dv=64, pooling=(12, 3), k_dtypes=(torch.float32,)),
+        Case(pooling=(64, 1), D=64, Dv=64),
+    )
+]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("pooling", [*POOLINGS, (1, 1), (127, 127), (1024, 16), (4096, 4096)], ids=str)
+def test_every_block_of_a_tile_is_whole_segments_in_shared_memory(pooling: tuple[int, int], D: int) -> None:
+    l, d = pooling
+    blocks = plan_blocks(Pooling(l, d), D)
+    plan = plan_segments(Pooling(l, d), blocks, D)
+    assert l % plan.size == 0 and (blocks == 1 or d % plan.size == 0)
+    assert plan.size * plan.count == (blocks - 1) * d + l
+    assert plan.count * D <= SMEM_FLOATS
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_tokens_of_overlapping_blocks_are_read_little_more_than_once(D: int) -> None:
+    for l, d in ((64, 16), (32, 16), (64, 32), (128, 64)):
+        blocks = plan_blocks(Pooling(l, d), D)
+        assert (blocks - 1) * d + l <= 1.15 * blocks * d
+
+
+def trace_both(index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    case = TRACED[index]
+    leading = (sum(case.lengths),) if case.lengths else (case.B, case.T)
+    k, v = (torch.empty(*leading, case.H, D, dtype=case.dtype, device="cuda") for D in (case.D, case.Dv))
+    starts, total = {}, {}
+    if case.lengths:
+        names = ("cu_seqlens", "cu_blocks")
+        starts = {name: torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda") for name in names}
+        total = {"total_blocks": case.blocks}
+    k_means, v_mean = pool(k, v, k_dtypes=case.k_dtypes, v_dtype=case.dtype, **starts, **total, **case.options)
+    gradients = torch.empty_like(k), torch.empty_like(v)
+    unpool(k_means[0], v_mean, *gradients, **starts, **case.options)
+    return [(tuple(t.shape), t.dtype) for t in (*k_means, v_mean, *gradients)]
+
+
+@pytest.mark.parametrize("index", range(len(TRACED)), ids=lambda i: str(TRACED[i]))
+def test_kernels_are_traced(compiler: Worker, index: int) -> None:
+    case = TRACED[index]
+    leading = (sum(case.lengths),) if case.lengths else (case.B, case.T)
+    blocks = (case.blocks,) if case.lengths else (case.B, case.blocks)
+    assert compiler.trace(trace_both, index) == [
+        *(((*blocks, case.H, case.D), dtype) for dtype in case.k_dtypes),
+        ((*blocks, case.H, case.Dv), case.dtype),
+        ((*leading, case.H, case.D), case.dtype),
+        ((*leading, case.H, case.Dv), case.dtype),
+    ]
+
+
+def both(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **case.starts(), **case.options)
+    return pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
+
+
+def one_alone(case: Case, k: torch.Tensor, v: torch.Tensor, starts: dict) -> list[torch.Tensor]:
+    """Means of k alone and of v alone, then dk, dv, and what was handed over beside them."""
+    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **starts, **case.options)
+    total = {"total_blocks": case.blocks} if case.lengths else {}
+    nothing, v_mean = pool(None, v, **static, **total)
+    k_means, none = pool(k, None, **static, **total)
+    assert nothing == () and none is None
+    dk, dv, *beside = (torch.full_like(x, 7) for x in (k, v, k, v))
+    unpool(k_means[0], None, dk, beside[1], **starts, **case.options)
+    unpool(None, v_mean, beside[0], dv, **starts, **case.options)
+    return [*k_means, v_mean, dk, dv, *beside]
+
+
+def trace_alone() -> list[tuple[tuple[int, ...], torch.dtype]]:
+    case = TRACED[2]
+    k, v = (torch.empty(sum(case.lengths), case.H, D, dtype=case.dtype, device="cuda") for D in (case.D, case.Dv))
+    starts = {name: torch.empty(3, dtype=torch.int32, device="cuda") for name in ("cu_seqlens", "cu_blocks")}
+    return [(tuple(t.shape), t.dtype) for t in one_alone(case, k, v, starts)[:3]]
+
+
+def test_kernels_of_one_tensor_are_traced(compiler: Worker) -> None:
+    case = TRACED[2]
+    of = [(case.D, dtype) for dtype in case.k_dtypes] + [(case.Dv, case.dtype)]
+    assert compiler.trace(trace_alone) == [((case.blocks, case.H, D), dtype) for D, dtype in of]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES[4:14], ids=str)
+def test_one_alone_has_the_bits_that_it_has_with_the_other(case: Case) -> None:
+    k, v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
+    (k_mean, *others), v_mean = both(case, k, v)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    unpool(k_mean, v_mean, dk, dv, **case.starts(), **case.options)
+    expected = [k_mean, *others, v_mean, dk, dv, torch.full_like(k, 7), torch.full_like(v, 7)]
+    for got, right in zip(one_alone(case, k, v, case.starts()), expected, strict=True):
+        assert torch.equal(got, right)
+
+
+def test_without_a_complete_block_nothing_is_launched() -> None:
+    k = torch.full((2, 5, 3, 64), float("nan"), dtype=torch.bfloat16)
+    (k_mean,), v_mean = pool(k, k, k_dtypes=(torch.float32,), v_dtype=k.dtype, block_size=64, stride=64)
+    assert k_mean.shape == v_mean.shape == (2, 0, 3, 64)
+    dk, dv = k.clone(), k.clone()
+    unpool(k_mean, v_mean, dk, dv, block_size=64, stride=64)
+    assert torch.equal(dk, torch.zeros_like(k)) and torch.equal(dv, torch.zeros_like(k))
+
+
+def filled(like: torch.Tensor) -> torch.Tensor:
+    return like.fill_(float("nan"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_means_are_the_definitions(case: Case) -> None:
+    torch.manual_seed(0)
+    k, v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
+    sizes = [(case.D, dtype) for dtype in case.k_dtypes] + [(case.Dv, case.dtype)]
+    poison = [filled(case.tensor(*of, case.blocks)) for of in sizes]
+    del poison
+    k_means, v_mean = both(case, k, v)
+    # Products of a sum of l numbers of size one: fp32 rounding of that sum.
+    torch.testing.assert_close(k_means[0].double(), case.means(k), rtol=1e-6, atol=1e-6, msg=lambda m: f"{case}: {m}")
+    for other in k_means[1:]:
+        assert torch.equal(other, k_means[0].to(other.dtype)), case
+    half_ulp = torch.finfo(case.dtype).eps / 2
+    torch.testing.assert_close(v_mean.double(), case.means(v), rtol=1.01 * half_ulp, atol=1e-6)
+    assert all(means.is_contiguous() for means in (*k_means, v_mean))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_the_definitions(case: Case) -> None:
+    torch.manual_seed(0)
+    like_k, like_v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
+    for dtype in (torch.float32, case.dtype):
+        dk_cmp, dv_cmp = (case.tensor(D, dtype, case.blocks) for D in (case.D, case.Dv))
+        dk, dv = filled(like_k), filled(like_v)
+        unpool(dk_cmp, dv_cmp, dk, dv, **case.starts(), **case.options)
+        half_ulp = torch.finfo(case.dtype).eps / 2
+        for got, d_cmp, D in ((dk, dk_cmp, case.D), (dv, dv_cmp, case.Dv)):
+            expected = case.gradients(d_cmp, D)
+            torch.testing.assert_close(
+                got.double(), expected, rtol=1.01 * half_ulp, atol=1e-6, msg=lambda m: f"{case}: {m}"
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES[1 : 2 + len(POOLINGS)], ids=str)
+def test_means_and_gradients_are_as_exact_at_the_end_of_the_range(case: Case) -> None:
+    """Numbers in [1, 2) times 2**127, the last exponent that bf16 and fp32 have: sums of two are out of range."""
+    large = 2.0**127
+    torch.manual_seed(0)
+
+    def tensor(dtype: torch.dtype, rows: int | None = None) -> torch.Tensor:
+        like = case.tensor(case.D, torch.bfloat16, rows)
+        # All of one sign in a column, or sums would cancel.
+        sign = torch.where(like.flatten(0, -2)[0] > 0, 1.0, -1.0)
+        return (sign * (1 + like.abs() / 8).clamp(max=1.9)).to(dtype)
+
+    x = tensor(torch.bfloat16)
+    static = dict(
+        k_dtypes=case.k_dtypes, v_dtype=torch.float32, total_blocks=case.blocks, **case.starts(), **case.options
+    )
+    (expected, *_), _ = pool(x, x, **static)
+    (k_mean, k_rounded), v_mean = pool(x * large, x * large, **static)
+    assert torch.equal(k_mean, expected * large) and torch.equal(v_mean, k_mean)
+    assert torch.equal(k_rounded, k_mean.bfloat16())
+    for dtype in (torch.float32, torch.bfloat16):
+        d_mean = tensor(dtype, case.blocks)
+        static = dict(**case.starts(), **case.options)
+        expected, *got = (torch.empty_like(x) for _ in range(3))
+        unpool(d_mean, d_mean, expected, torch.empty_like(x), **static)
+        unpool(d_mean * large, d_mean * large, *got, **static)
+        assert all(torch.equal(dx, expected * large) for dx in got)
+
+
+@pytest.mark.gpu
+def test_rows_past_two_gigabytes() -> None:
+    """64-bit offsets: the last tokens of 2**31 elements and more."""
+    T, H, D = 2**18 + 100, 70, 128
+    assert T * H * D > 2**31
+    x = torch.zeros(1, T, H, D, device="cuda", dtype=torch.bfloat16)
+    x[:, -200:] = torch.randn(200, H, D, device="cuda", dtype=torch.bfloat16)
+    static = dict(block_size=64, stride=64)
+    (mean,), _ = pool(x, x, k_dtypes=(torch.float32,), v_dtype=x.dtype, **static)
+    tail = T // 64 * 64 - 128
+    expected = x[:, tail : tail + 128].double().unflatten(1, (-1, 64)).mean(2)
+    torch.testing.assert_close(mean[:, -2:].double(), expected, rtol=1e-6, atol=1e-6)
+    dx = filled(x)
+    unpool(mean, mean, dx, torch.empty_like(x), **static)
+    torch.testing.assert_close(
+        dx[:, tail : tail + 128].float(), (mean[:, -2:] / 64).repeat_interleave(64, 1), rtol=1e-2, atol=0.0
+    )
+    assert not dx[:, tail + 128 :].any() and not dx.isnan().any()

@@ -1,0 +1,261 @@
+"""Unions by query tile and tokens by key block, made by kernels, against the same out of dense masks, in PyTorch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from nsa_layer.kernels.union_lists import key_csr
+from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
+from nsa_layer.kernels.union_lists.sizes import most_partials, tokens_of_tile, words_of_entry
+from nsa_layer.kernels.union_lists.unions import union_lists
+from nsa_layer.warm_up.lookup import _Unlinked
+from nsa_tools.testing.pasteable import Pasteable
+
+
+@dataclass(frozen=True, repr=False)
+class Case(Pasteable):
+    """A call of both.
+
+    Attributes:
+        lengths: packed sequences; one number: a batch of two of that length.
+        kind: how lists are drawn.
+        q_tile: tokens that share a list.
+        parts: neighbouring lists of a token whose pairs are in one row.
+        ahead: position of the first token in its sequence's keys, 3 more in each sequence; None: its place.
+    """
+
+    lengths: tuple[int, ...] = (1000,)
+    heads: int = 2
+    G: int = 4
+    n: int = 16
+    block_size: int = 64
+    causal: bool = True
+    kind: str = "random"
+    cap: int = 50
+    q_tile: int = 1
+    parts: int = 1
+    ahead: int | None = None
+
+    @property
+    def packed(self) -> bool:
+        return len(self.lengths) > 1
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return self.lengths if self.packed else self.lengths * 2
+
+    @property
+    def offsets(self) -> list[int]:
+        """Positions of first tokens."""
+        return [0 if self.ahead is None else self.ahead + 3 * i for i in range(len(self.sequences))]
+
+    @property
+    def keys(self) -> list[int]:
+        """Keys of each sequence: some behind the last token."""
+        return [T if self.ahead is None else T + self.ahead + 100 for T in self.sequences]
+
+    @property
+    def lists(self) -> list[int]:
+        """Lists of each sequence and head."""
+        return [-(-T // self.q_tile) for T in self.sequences]
+
+
+PACK = (300, 0, 1, 128, 2000, 0)
+STATIC = [
+    dict(G=1, heads=3),
+    dict(G=2, n=4, block_size=128),
+    dict(G=3, n=33, causal=False),
+    dict(G=4, kind="equal"),
+    dict(G=8, n=1, kind="near"),
+    dict(G=16, kind="near"),
+    dict(G=160, n=4, block_size=128, causal=False),
+    dict(G=1, n=33, block_size=256, kind="near"),
+    dict(G=1, q_tile=32, ahead=333),
+    dict(G=16, n=5, q_tile=2, kind="near", ahead=0),
+    dict(G=3, q_tile=256, ahead=70, causal=False),
+    dict(G=1, heads=6, parts=3, ahead=64, kind="near"),
+    dict(G=1, heads=4, parts=4, q_tile=4),
+    dict(G=4, block_size=16, kind="near"),
+    dict(G=2, block_size=32, q_tile=8, ahead=70),
+    dict(G=160, block_size=16, causal=False),
+]
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4096, 8193)
+CASES = [
+    *(Case((T,), **STATIC[(i + j) % len(STATIC)]) for i, T in enumerate(LENGTHS) for j in (0, 4, 8, 12)),
+    *(Case(PACK, **static) for static in STATIC),
+    Case((8193,), heads=40, n=1, cap=1),  # more rows than the plan takes in one step
+    Case((40_000, 30_000), G=16, kind="near", cap=2048, heads=1),
+    Case((70_000,), G=1, heads=1, cap=2048, causal=False),  # unions too long for one round
+]
+
+
+def draw(case: Case) -> list[torch.Tensor]:
+    """Each sequence's lists [L, heads, n]: -1, blocks twice, and with "random" numbers outside of the sequence."""
+    generator, lists = torch.Generator().manual_seed(0), []
+    for L, S, ahead in zip(case.lists, case.keys, case.offsets, strict=True):
+        shape = (L, case.heads, case.n)
+        own = (torch.arange(L).view(-1, 1, 1) * case.q_tile + ahead) // case.block_size
+        blocks = torch.randint(-1, -(-S // case.block_size) + 2, shape, generator=generator)
+        if case.kind == "near":
+            blocks = (own - torch.randint(0, 2 * case.n, shape, generator=generator)).clamp(min=-1)
+            blocks[..., 0] = 0
+        elif case.kind == "equal":
+            blocks = blocks[:1].expand(shape)
+        else:
+            blocks = torch.where(torch.rand(shape, generator=generator) < 0.01, 2**31 - 1, blocks)
+        lists.append(blocks.int())
+    return lists
+
+
+def chosen(case: Case, b: int, lists: torch.Tensor) -> torch.Tensor:
+    """[T, heads, blocks] of a sequence: the token lists the block."""
+    T, N = case.sequences[b], -(-case.keys[b] // case.block_size)
+    lists = lists.repeat_interleave(case.q_tile, dim=0)[:T]
+    valid = (lists >= 0) & (lists < N)
+    if case.causal:
+        valid &= lists * case.block_size <= torch.arange(T).view(-1, 1, 1) + case.offsets[b]
+    listed = torch.zeros(T, case.heads, N + 1, dtype=torch.bool)
+    return listed.scatter_(2, torch.where(valid, lists, N).long(), True)[..., :N]
+
+
+def made(case: Case, lists: list[torch.Tensor]):
+    """Both results; memory that the kernels leave alone is poisoned beforehand, and no stride is 1."""
+    given = torch.cat(lists) if case.packed else torch.stack(lists)
+    given = torch.stack([given, torch.zeros_like(given)], dim=-1)[..., 0]
+    device = given.device
+
+    def numbers(of: list[int]) -> torch.Tensor:
+        return torch.tensor(of, dtype=torch.int32, device="cpu").to(device)
+
+    def starts(of: list[int]) -> torch.Tensor:
+        return numbers([*accumulate(of, initial=0)])
+
+    longest = max if case.packed else min
+    where = dict(keys=longest(case.keys), queries=longest(case.sequences), q_tile=case.q_tile)
+    if case.ahead is not None:
+        where |= dict(q_offset=numbers(case.offsets))
+    unions_at, pairs_at = {}, dict(heads=case.heads // case.parts)
+    if case.packed:
+        where |= dict(cu_seqlens=starts(case.sequences), cu_lists=starts(case.lists))
+        tiles, blocks = tiles_of(case), blocks_of(case)
+        unions_at |= dict(cu_seqlens_k=starts(case.keys), cu_tiles=starts(tiles), tiles=sum(tiles) + 1)
+        pairs_at |= dict(cu_blocks=starts(blocks), blocks=sum(blocks), queries=sum(case.sequences))
+    for _ in range(2):
+        poison = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]
+        del poison
+        where |= dict(block_size=case.block_size, causal=case.causal)
+        unions = union_lists(given, **where | unions_at, G=case.G)
+        pairs = pairs_by_block(given, **where | pairs_at, cap=case.cap)
+    return unions, pairs
+
+
+def tiles_of(case: Case) -> list[int]:
+    return [-(-T * case.G // 128) for T in case.sequences]
+
+
+def blocks_of(case: Case) -> list[int]:
+    return [-(-S // case.block_size) for S in case.keys]
+
+
+def assert_union(case: Case, b: int, listed: torch.Tensor, found: list[torch.Tensor]) -> None:
+    """A sequence's unions: counts [H, M], blocks [H, M, R], bits [H, M, R, W]."""
+    T, tile = listed.shape[0], torch.arange(found[0].shape[1])
+    shares, N = max(1, 64 // case.block_size), -(-case.keys[b] // 64)
+    entries = listed.repeat_interleave(max(1, case.block_size // 64), dim=2)
+    entries = pad(entries, N * shares).unflatten(2, (N, shares))
+    first, last = tile * 128 // case.G, ((tile * 128 + 127) // case.G).clamp(max=T - 1)
+    tokens = first.unsqueeze(1) + torch.arange(tokens_of_tile(case.G))
+    seen = entries[tokens.clamp(max=T - 1)] & (tokens <= last.unsqueeze(1)).view(*tokens.shape, 1, 1, 1)
+    if case.causal:
+        ends = last.unsqueeze(1) + case.offsets[b]
+        seen &= (torch.arange(N) * 64 <= ends).view(len(tile), 1, 1, N, 1)
+    seen = seen.permute(2, 0, 3, 4, 1)  # [H, M, entries, blocks of an entry, tokens of a tile]
+    union = seen.any(-1).any(-1)
+    counts, blocks, bits = found
+    assert torch.equal(counts, union.sum(-1).int())
+    used = torch.arange(blocks.shape[-1]) < counts.unsqueeze(-1)
+    assert torch.equal(blocks[used], union.nonzero()[:, -1].int())
+    assert bits.shape[-1] == words_of_entry(case.G, case.block_size)
+    shifts = torch.arange(bits.shape[-1] // shares * 32)
+    words = bits[used].unflatten(-1, (shares, -1)).repeat_interleave(32, -1)
+    assert torch.equal((words >> shifts % 32) & 1 == 1, pad(seen[union], len(shifts)))
+
+
+def pad(x: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def assert_pairs(case: Case, listed: list[torch.Tensor], pairs) -> None:
+    """Rows, items and partials, of all sequences."""
+    # [rows' heads, blocks, T * parts]
+    by_block = [x.unflatten(1, (-1, case.parts)).permute(1, 3, 0, 2).flatten(2) for x in listed]
+    if case.packed:
+        longest = max(case.lengths) * case.parts
+        by_block = [torch.cat([pad(x, longest) for x in by_block], dim=1)]
+    counts = torch.cat([x.sum(-1).flatten() for x in by_block])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    assert torch.equal(pairs.starts, starts.int())
+    assert torch.equal(pairs.tokens[: starts[-1]], torch.cat([x.nonzero()[:, -1] for x in by_block]).int())
+    items, row_items, partials = [], [0], 0
+    for row, (count, start) in enumerate(zip(counts.tolist(), starts.tolist())):
+        pieces = max(1, -(-count // case.cap))
+        length = -(-count // pieces)
+        ends = [start + min(count, i * length) for i in range(pieces + 1)]
+        items += [(row, ends[i], ends[i + 1], partials + i if pieces > 1 else -1) for i in range(pieces)]
+        partials += pieces if pieces > 1 else 0
+        row_items.append(len(items))
+    assert pairs.item_count.item() == len(items) <= len(pairs.items)
+    assert torch.equal(pairs.items[: len(items)], torch.tensor(items, dtype=torch.int32))
+    assert pairs.row_items.tolist() == row_items
+    assert partials <= most_partials(int(starts[-1]), case.cap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_lists_are_those_of_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_csr, "ROOMS", (1024,))  # the longest cases take two ranges of blocks
+    lists = draw(case)
+    unions, pairs = (type(of)(*(x.cpu() for x in of)) for of in made(case, [x.cuda() for x in lists]))
+    listed = [chosen(case, b, of) for b, of in enumerate(lists)]
+    for b, (first, end) in enumerate(zip(accumulate(tiles_of(case), initial=0), accumulate(tiles_of(case)))):
+        if case.sequences[b]:
+            assert_union(case, b, listed[b], [x[:, first:end] if case.packed else x[b] for x in unions])
+    if case.packed:
+        assert not unions[0][:, sum(tiles_of(case)) :].any()
+    assert_pairs(case, listed, pairs)
+
+
+def trace_lists(fields_of_case: dict) -> None:
+    """In a compiling worker: everything that `made` launches."""
+    case = Case(**fields_of_case)
+    with _Unlinked():
+        made(case, [torch.empty(L, case.heads, case.n, dtype=torch.int32, device="cuda") for L in case.lists])
+
+
+@pytest.mark.parametrize("case", [CASES[0], Case(PACK, G=1, heads=6, parts=3, q_tile=4, ahead=9)], ids=str)
+def test_kernels_are_traced(compiler: Worker, case: Case) -> None:
+    compiler.trace(trace_lists, asdict(case))
+
+
+def test_tokens_of_a_tile() -> None:
+    for G in (*range(1, 140), 160, 256, 300):
+        tiles = [range(128 * i // G, (128 * i + 127) // G + 1) for i in range(G // math.gcd(128, G))]
+        assert (G, tokens_of_tile(G)) == (G, max(map(len, tiles)))
+        assert tokens_of_tile(G) <= 32 * words_of_entry(G)
+
+
+def test_what_is_refused() -> None:
+    lists = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    for G, block_size in ((4, 96), (8, 8), (2, 16), (1, 32)):
+        with pytest.raises(ValueError, match=f"multiple of 64, .* got {block_size} for {G} heads"):
+            union_lists(lists, G=G, block_size=block_size, causal=True)
+    with pytest.raises(ValueError, match="524288 blocks of 64, got 40000000 tokens"):
+        union_lists(lists.expand(1, 40_000_000, 1, 16), G=4, block_size=64, causal=True)
+    with pytest.raises(ValueError, match="entries, got 2560000000: pass fewer heads"):
+        pairs_by_block(lists.expand(1, 40_000_000, 4, 16), block_size=64, causal=True, cap=64)
