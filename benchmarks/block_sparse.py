@@ -7,7 +7,7 @@ otherwise. TFLOP/s count every listed tile whole (see tile_lists.py), the dense 
 are compared with. "backward" and "deterministic" are calls as a user makes them with lists of both directions: one pass
 or two, by the rule of `flash_attn.cute.bwd_sm90.two_pass`; "planned" the same with a plan. "two passes" follow the
 plan, "deterministic, one pass" one with semaphore values. Lists and plans are made ahead of time. Medians of CUDA-event
-timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns.
+timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants are interleaved.
 The tests compare the numbers of these kernels with fp32.
 """
 
@@ -19,15 +19,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import cycle
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from sparse_variants import WAYS, dense_calls, inputs, variants
 from tile_lists import BLOCK, HQ, Case, D, drawn_lengths, selected_in_sequences, tflop, tiles
 
-from nsa_tools.measure.timing import Call, interleaved, sets_past_l2
+from nsa_tools.measure.timing import Call, interleaved, rotating, sets_past_l2
 from nsa_tools.report.tables import markdown
 
 LENGTHS = [8192, 65536, 262144]
@@ -168,7 +168,7 @@ def measure(case: Case, ways: Iterable[str], repeats: int) -> Row:
     size = case.head_dim
     sets = [inputs(1, case.T, head_dim=size) for _ in range(sets_past_l2(case.T * HQ * size * 2))]
     of_sets = [variants(case, lists, tensors, ways) for tensors in sets]
-    calls: dict[str, Call] = {way: _turns([of_set[way] for of_set in of_sets]) for way in of_sets[0]}
+    calls: dict[str, Call] = {way: rotating([of_set[way] for of_set in of_sets]) for way in of_sets[0]}
     work = tflop(number, case.block_k, size)
     # A second of work is timed half as often.
     repeats = repeats if len(ways) * work["backward"] < LONG_TFLOP else max(3, repeats // 2)
@@ -218,8 +218,8 @@ def varlen(repeats: int) -> dict:
         backward = dict(causal=True, **both, **options)
         o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **forward)
         calls: dict[str, Call] = {
-            "forward": _bind(_flash_attn_fwd, q, k, v, return_lse=True, **forward),
-            "backward": _bind(_flash_attn_bwd, q, k, v, o, do, lse, **backward),
+            "forward": partial(_flash_attn_fwd, q, k, v, return_lse=True, **forward),
+            "backward": partial(_flash_attn_bwd, q, k, v, o, do, lse, **backward),
         }
         timings = interleaved(calls, repeats=repeats, device="cuda", label=name, hide_host=True)
         rows[name] = {way: statistics.median(ms) for way, ms in timings.items()}
@@ -236,15 +236,6 @@ def varlen(repeats: int) -> dict:
     ]
     header = ["selected, 16", "forward, ms (of packed)", "backward, ms (of packed)", "peak, GiB"]
     return {"rows": rows, "lengths": lengths, "table": markdown(header, table)}
-
-
-def _bind(function: Callable, *args: object, **options: object) -> Call:
-    return lambda: function(*args, **options)
-
-
-def _turns(calls: list[Call]) -> Call:
-    turns = cycle(calls)
-    return lambda: next(turns)()
 
 
 def plot(results: dict, path: Path) -> None:

@@ -4,7 +4,7 @@
 
 Shape: bf16, 32 query heads, 8 key/value heads, D 128; T queries over T / factor keys, key j visible to query t iff
 j * factor + offset <= t. Medians of CUDA-event timings after a warm-up, the host's part hidden;
-inputs rotate past the L2; variants take turns. cuDNN's flex attention takes part where it is installed
+inputs rotate past the L2; variants are interleaved. cuDNN's flex attention takes part where it is installed
 (`pip install nvidia-cudnn-frontend`, 1.32 or newer).
 """
 
@@ -16,13 +16,13 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from itertools import cycle
+from functools import partial
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
-from nsa_tools.measure.timing import Call, interleaved, sets_past_l2
+from nsa_tools.measure.timing import Call, interleaved, rotating, sets_past_l2
 
 HQ, HKV, D = 32, 8, 128
 LENGTHS = [4096, 16384, 65536, 262144, 1048576]
@@ -109,12 +109,12 @@ def variants(T: int, factor: int, offset: int, *, only: list[str] | None) -> Ite
     for name, (forward, backward) in ways(T, keys, factor, offset).items():
         if only and name not in only:
             continue
-        yield f"{name}, forward", _turns([_bind(_flash_attn_fwd, *qkv, **forward) for qkv in sets])
+        yield f"{name}, forward", rotating([partial(_flash_attn_fwd, *qkv, **forward) for qkv in sets])
         calls = []
         for q, k, v in sets:
             o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **forward)
-            calls.append(_bind(_flash_attn_bwd, q, k, v, o, do, lse, **backward))
-        yield f"{name}, backward", _turns(calls)
+            calls.append(partial(_flash_attn_bwd, q, k, v, o, do, lse, **backward))
+        yield f"{name}, backward", rotating(calls)
     if not only or CUDNN in only:
         yield from cudnn_flex(sets, do, factor, offset)
 
@@ -144,13 +144,13 @@ def cudnn_flex(sets: list[Inputs], do: torch.Tensor, factor: int, offset: int) -
     # A query sees the keys from 0 to before this one.
     end = ((t - offset) // factor + 1).clamp(0, keys).to(torch.int32).view(1, 1, T)
     plan = create_mask_plan(end, *sets[0], build_backward=True)
-    yield f"{CUDNN}, forward", _turns([_bind(flex_attn_func, *qkv, mask_plan=plan) for qkv in sets])
+    yield f"{CUDNN}, forward", rotating([partial(flex_attn_func, *qkv, mask_plan=plan) for qkv in sets])
     calls = []
     for qkv in sets:
         leaves = [x.detach().requires_grad_() for x in qkv]
         o = flex_attn_func(*leaves, mask_plan=plan)
-        calls.append(_bind(torch.autograd.grad, o, leaves, do, retain_graph=True))
-    yield f"{CUDNN}, backward", _turns(calls)
+        calls.append(partial(torch.autograd.grad, o, leaves, do, retain_graph=True))
+    yield f"{CUDNN}, backward", rotating(calls)
 
 
 def block_lists(T: int, keys: int, factor: int, offset: int) -> tuple:
@@ -183,15 +183,6 @@ def mask_mod(factor: int, offset: int) -> Callable:
         return kv_idx * factor + offset <= q_idx
 
     return mask
-
-
-def _bind(function: Callable, *args: object, **options: object) -> Call:
-    return lambda: function(*args, **options)
-
-
-def _turns(calls: list[Call]) -> Call:
-    turns = cycle(calls)
-    return lambda: next(turns)()
 
 
 def plot(results: dict[int, dict[str, float]], path: Path) -> None:

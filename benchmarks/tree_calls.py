@@ -1,10 +1,9 @@
-"""The calls that compare_trees.py times: the layer, its branches over packed sequences, lists that upstream takes too.
+"""The calls that compare_trees.py times: the layer, and lists that upstream takes too.
 
-"layer" is gated, with tiles of 128 queries; "operator" has it and the default `NSAConfig` with 32/8 and 64/4 heads, and
-steps of decoding; "packed" has the branches' attention calls over equally long sequences (compressed keys are one for
-64 tokens; selected blocks of 64 keys are 16 for 128 queries, which the layer selects); "lists" has dense and
-block-sparse calls that need nothing of the fork: one list of blocks of 128 for all heads, in which every block is a
-mask block, a full block, or both by turns, backward in one pass.
+"layer" is gated, with tiles of 128 queries, packed if there are several sequences; "operator" has it and the default
+`NSAConfig` with 32/8 and 64/4 heads, and steps of decoding; "lists" has dense and block-sparse calls that need
+nothing of the fork: one list of blocks of 128 for all heads, in which every block is a mask block, a full block, or
+either of them, backward in one pass.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from typing import Any
 import torch
 
 HQ, HKV, D = 32, 8, 128
-SELECTED, LISTED, WINDOW = 64, 128, 512  # keys of a block that the layer selects, of a listed block; of a window
+LISTED = 128  # keys of a listed block
 GROUPS = {
     "layer": ("layer",),
     "operator": ("layer", "layer, 64/4", "by token", "by token, 64/4", "decoding 1", "decoding 64"),
-    "packed": ("causal", "window", "compressed", "selected, one pass", "selected, two passes", "layer"),
     "lists": ("dense", "random, mask", "random, full", "random, both", "all causal, both"),
 }
 Call = Callable[[], tuple[torch.Tensor, ...]]
@@ -43,7 +41,7 @@ def calls(case: Case) -> dict[str, Call]:
         return decoding_calls(case)
     if case.kind in GROUPS["operator"]:
         return layer_calls(case)
-    return list_calls(case) if case.kind in GROUPS["lists"] else packed_calls(case)
+    return list_calls(case)
 
 
 def tensors(*lead: int, keys: int, heads: tuple[int, int] = (HQ, HKV)) -> Inputs:
@@ -79,39 +77,19 @@ def layer_calls(case: Case) -> dict[str, Call]:
 def decoding_calls(case: Case) -> dict[str, Call]:
     """As many steps as fill a block, each of one token for every sequence, in a CUDA graph."""
     from nsa_layer import NSAConfig, nsa_with_kvcache
-    from nsa_tools.measure.decode_steps import captured, make_set
+    from nsa_tools.measure.decode_steps import captured_steps, make_set
     from nsa_tools.shape import Shape
 
     config, batch = NSAConfig(), int(case.kind.rpartition(" ")[2])
     shape = Shape(T=case.T, B=batch, Hq=HQ, Hkv=HKV, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", config=config)
     caches = make_set(shape)
-    replay = captured(lambda args: nsa_with_kvcache(**args), [caches], config.block_size)
+    replay = captured_steps(lambda args: nsa_with_kvcache(**args), [caches], config.block_size)
 
     def steps() -> tuple[torch.Tensor, ...]:
         replay()
         return (caches["k_cmp_cache"],)
 
     return {"steps": steps}
-
-
-def packed_calls(case: Case) -> dict[str, Call]:
-    length, tokens_a_key = case.T // case.sequences, SELECTED if case.kind == "compressed" else 1
-    keys = length // tokens_a_key
-    inputs = tensors(case.T, keys=case.sequences * keys)
-    starts = torch.arange(case.sequences + 1, dtype=torch.int32, device="cuda")
-    options: dict[str, Any] = dict(max_seqlen_q=length, max_seqlen_k=keys)
-    options |= dict(cu_seqlens_q=starts * length, cu_seqlens_k=starts * keys)
-    lists: dict[str, dict[str, Any]] = dict(forward={}, backward={})
-    if case.kind == "window":
-        options |= dict(window_size_left=WINDOW - 1, window_size_right=0)
-    elif case.kind.startswith("selected"):
-        passes = 1 + case.kind.endswith("passes")
-        lists = selected(*inputs[:3], options["cu_seqlens_q"], length, passes=passes)
-    else:
-        options |= dict(causal=True)
-    if case.kind == "compressed":
-        options |= dict(compress_factor=SELECTED, compress_offset=SELECTED - 1)
-    return attention(inputs, options | lists["forward"], options | lists["backward"])
 
 
 def attention(inputs: Inputs, forward: dict[str, Any], backward: dict[str, Any]) -> dict[str, Call]:
@@ -123,28 +101,6 @@ def attention(inputs: Inputs, forward: dict[str, Any], backward: dict[str, Any])
         "forward": lambda: _flash_attn_fwd(q, k, v, return_lse=True, **forward)[:1],
         "backward": lambda: _flash_attn_bwd(q, k, v, o, do, lse, **backward)[:3],
     }
-
-
-def selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, length: int, *, passes: int
-) -> dict[str, dict[str, Any]]:
-    """Options of both directions: the lists of the blocks that the layer selects."""
-    from nsa_layer import NSAConfig, nsa
-    from nsa_layer.call_spec import CallSpec
-    from nsa_layer.cute.packing import Packing
-    from nsa_layer.cute.selected_branch import selected_sparsity
-
-    config = NSAConfig(q_tile=128)
-    with torch.no_grad():
-        chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True, validate=True)[1].block_indices
-    chosen = chosen.transpose(0, 1).contiguous()  # [Hkv, tiles, n]
-    spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
-    named = dict(spec=spec, packing=Packing.of(spec, q.device), block_counts=(chosen >= 0).sum(-1, dtype=torch.int32))
-    made = [
-        selected_sparsity(chosen, len(q), (HQ, HKV), **named, backward=backward).options() for backward in (False, True)
-    ]
-    of_queries = made[0]["block_sparse_tensors"]
-    return dict(forward=made[0], backward=made[1] | dict(block_sparse_tensors_fwd=of_queries, passes=passes))
 
 
 def list_calls(case: Case) -> dict[str, Call]:

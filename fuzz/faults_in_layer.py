@@ -73,16 +73,16 @@ def _forced(original: Callable, scores: Any, forced: Any, candidate: Any, n: int
 
 
 @instead("shares of two", "nsa_layer.eager:gated", "layer.is its")
-def _shares(original: Callable, tensors: Any, made: Any) -> Any:
+def _shares(original: Callable, tensors: Any, outputs: Any) -> Any:
     """Without a window the other branches count 1/2 each, not 1/3."""
-    if len(made.outputs) == 2 and tensors.gate == "none":
-        made = made._replace(outputs=[1.5 * o for o in made.outputs])
-    return original(tensors, made)
+    if len(outputs) == 2 and tensors.gate == "none":
+        outputs = [1.5 * o for o in outputs]
+    return original(tensors, outputs)
 
 
-@fault("int64 wraps", "nsa_layer.inputs:lists_in_int32", "layer.lists of")
+@fault("int64 wraps", "nsa_layer.checks:lists_in_int32", "layer.lists of")
 def _wraps(original: Callable) -> Callable:
-    """Numbers that int32 has no room for become others."""
+    """Numbers beyond int32 become others."""
     return lambda lists: lists.int() if isinstance(lists, torch.Tensor) else lists
 
 
@@ -92,7 +92,7 @@ def _padded(original: Callable) -> Callable:
     return lambda index, N, end=None: original(index.clamp(max=N - 1), N, end)
 
 
-@instead("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its")
+@instead("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its", seconds=120.0)
 def _overlap(original: Callable, p: Any, T: int, config: Any) -> Any:
     """A compressed key counts only for the block in which it starts."""
     return original(p, T, config.replace(compress_size=config.stride))
@@ -130,7 +130,7 @@ def _early(original: Callable, q: Any, Tc: int, heads: int, spec: Any, first: in
 
 @fault("window of the first queries", "nsa_layer.eager:_window_plan", "layer.stretches")
 def _of_first(original: Callable) -> Callable:
-    """Queries that are a stretch of their sequence have the window that its first ones have."""
+    """Queries that begin inside their sequence have the window that its first ones have."""
     return lambda q, S, heads, spec, first: original(q, S, heads, spec, 0)
 
 

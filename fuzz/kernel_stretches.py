@@ -1,52 +1,67 @@
-"""The kernels as an ``attend`` of a backend, whose queries may be a stretch of a longer context."""
+"""The pages of a backend as an ``attend`` with gradients, whose queries may be a stretch of a longer context."""
 
 from __future__ import annotations
 
 import torch
 
-from flash_attn.cute.runtime.own_device import on_own_device
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
-from nsa_layer.cute.head_groups import forward_groups, gradients, joined_aux
-from nsa_layer.cute.memory_plan import MemoryPlan
-from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.saved import SavedForBackward
-from nsa_layer.cute.whole_call import READ
+from nsa_layer import eager as plain
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, Saved, require_choice_by_token
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.kernels.launch import readable
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 
 
-@on_own_device
 def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
-    """Arguments as of `eager.attend`; one group of heads, everything saved."""
+    """The kernels; arguments as of `eager.attend`; one group of heads, everything saved."""
     if tensors.q_offset is not None and tensors.block_indices is None:
         require_choice_by_token(spec.config)
-    read = {name: readable(x) for name in READ if (x := getattr(tensors, name)) is not None}
-    packing = Packing.of(spec, tensors.q.device, tensors.q_heads_per_list)
-    o, *aux = _Attend.apply(packing, spec, *tensors._replace(**read, cu_seqlens=None))
-    return o, Aux(*aux)
+    return _attend(tensors, spec, "cute")
+
+
+def eager(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
+    """Plain PyTorch."""
+    return _attend(tensors, spec, "eager")
+
+
+def _attend(tensors: CallTensors, spec: CallSpec, backend: str) -> tuple[Tensor, Aux]:
+    o, *saved = _Attend.apply(backend, spec, *tensors._replace(cu_seqlens=None))
+    saved = Saved(*saved)
+    if backend == "cute" and tensors.block_indices is None and not reads_unions(spec.config, listed=spec.listed):
+        saved = saved._replace(block_indices=saved.block_indices.transpose(-3, -2))
+    return o, saved.aux(tensors)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, packing, spec, *given):
+    def forward(ctx, backend, spec, *given):
         """given: of `CallTensors`."""
-        tensors = CallTensors(*given)
-        ctx.static = packing, spec, MemoryPlan(((0, tensors.k.shape[-2]),), (True,) * 3)
-        o, parts = forward_groups(tensors, *ctx.static, backward=any(ctx.needs_input_grad))
-        ctx.save_for_backward(*tensors, *parts[0])
-        aux = joined_aux(parts, tensors.q, unions=reads_unions(spec.config, listed=spec.listed))
-        ctx.mark_non_differentiable(*aux)
-        return o, *aux
+        tensors, ctx.static = CallTensors(*given), (backend, spec)
+        if backend == "eager":
+            o, saved = plain.forward(tensors, spec=spec)
+        else:
+            from nsa_layer.cute import whole_call
+
+            plan = whole_call.plan_of(tensors, spec, tensors.k.shape[-2], None, (True,) * 3, needs_grad=True)
+            with torch.cuda.device_of(tensors.q):
+                o, saved = whole_call.attend(tensors, spec=spec, plan=plan, needs_grad=any(ctx.needs_input_grad))
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.mark_non_differentiable(*(x for x in saved if x is not None))
+        return o, *saved
 
     @staticmethod
     def backward(ctx, do, *_):
+        backend, spec = ctx.static
         count = len(CallTensors._fields)
 
-        def found(do, *saved):
-            left = [SavedForBackward(*saved[count:])]
-            return gradients(do, CallTensors(*saved[:count]), *ctx.static, left)
+        def found(do, *given):
+            tensors, saved = CallTensors(*given[:count]), Saved(*given[count:])
+            if backend == "eager":
+                return plain.backward(tensors, saved, do, spec=spec)
+            from nsa_layer.cute import whole_call
 
-        return None, None, *first_derivatives("cute", found, do, *ctx.saved_tensors), None, None, None
+            plan = whole_call.plan_of(tensors, spec, tensors.k.shape[-2], None, (True,) * 3, needs_grad=True)
+            with torch.cuda.device_of(do):
+                return whole_call.gradients(do, tensors, saved, spec=spec, plan=plan)
+
+        return None, None, *first_derivatives(found, do, *ctx.saved_tensors), None, None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -68,6 +69,17 @@ def properties() -> dict[str, Property]:
     for module in STOCK_MODULES if fork_status().kind == "stock" else MODULES:
         import_module(f"fuzz.properties.{module}")
     return _all
+
+
+@contextmanager
+def refused(words: str, *errors: type[Exception]) -> Iterator[None]:
+    """Within, one of the errors is raised, and its message has the words."""
+    try:
+        yield
+    except errors as error:
+        assert words in str(error), f"says nothing of {words!r}: {error}"
+        return
+    raise AssertionError(f"it was taken: expected an error about {words!r}")
 
 
 def on_this_machine(stock: bool = False) -> Iterator[Property]:

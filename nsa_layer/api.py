@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,13 +9,13 @@ import torch
 from nsa_layer import autocast, determinism, operators, support
 from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import Aux, CallTensors
+from nsa_layer.checks import Arguments, check_inputs, lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, check_shard
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
-from nsa_layer.inputs import Arguments, check_inputs, lists_in_int32
 
 RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks have the rows whose first tokens they have
 
@@ -134,11 +133,16 @@ def nsa(
         rows=tensors.q_heads_per_list,
     )
     support.refuse_packed_graph(name, packed=cu_seqlens is not None)
-    # What only the kernels have a choice in.
-    more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
-    attend = _implementation(name) if cp is None else partial(gather.attend, cp, name)
+    how = dict(spec=spec, memory=memory, needs_grad=needs_grad, return_aux=return_aux)
     with autocast.off(q.device):
-        o, aux = attend(tensors, spec=spec, **more)
+        if cp is not None:
+            o, aux = gather.attend(cp, name, tensors, **how)
+        elif name == "reference":
+            from nsa_layer import reference
+
+            o, aux = reference.attend(tensors, spec=spec)
+        else:
+            o, aux = operators.attend(tensors, backend=name, **how)
     return (o, aux) if return_aux else o
 
 
@@ -150,14 +154,3 @@ def _check_options(
     require_bools(return_aux=return_aux, validate=validate)
     if backend != "reference":
         refuse_transforms(*tensors)
-
-
-def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]:
-    """Imported where it is asked for, by statements that graphs can be made of."""
-    if name == "eager":
-        return operators.attend
-    if name == "reference":
-        from nsa_layer import reference
-
-        return reference.attend
-    return operators.attend_on_kernels

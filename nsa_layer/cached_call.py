@@ -8,19 +8,22 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_layer.call_spec import require_choice_by_token
-from nsa_layer.config import NSAConfig, require_int
-from nsa_layer.derivatives import is_transformed
-from nsa_layer.inputs import (
-    DTYPES,
+from nsa_layer.call_spec import DIFFERENTIABLE, require_choice_by_token
+from nsa_layer.checks import (
+    BATCH,
+    PACKED,
+    check_exclusive,
+    check_groups,
     check_lengths,
     check_lists,
     check_scale,
     check_starts,
-    check_weights,
+    check_tensor,
     leaves_starts_on_gpu,
-    refuse_nested,
+    require_config,
 )
+from nsa_layer.config import NSAConfig, require_int
+from nsa_layer.derivatives import is_transformed
 
 Tensor = torch.Tensor
 TOKEN_CACHES = ("k", "v", "k_win", "v_win")
@@ -108,18 +111,37 @@ def check_call(
         NotImplementedError: the configuration is of queries that a cache cannot serve.
     """
     _check_config(call)
-    _check_tensor("q", call.q, (None,) * (3 if call.packed else 4), call.q)
-    if call.q.dtype not in DTYPES:
-        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {call.q.dtype}")
-    if 0 in call.q.shape:
-        raise ValueError(f"q must have no empty dimension, got shape {tuple(call.q.shape)}")
+    q, paged, config = call.q, call.page_table is not None, call.config
+    layout = (PACKED if call.packed else BATCH) | dict(keys="total" if call.packed else "B T")
+    check_tensor("q", q, q, sizes := {}, layout)
     if call.packed:
         check_starts(call.cu_seqlens_q, "cu_seqlens_q")
-    _check_caches(call)
-    _check_new(call)
+    else:
+        sizes["Tc"] = call.filled(q.shape[1])
+    sizes["B"] = call.B
+    if not paged and call.cache_batch_idx is None:
+        sizes["rows"] = call.B
+    for name in TOKEN_CACHES:
+        check_tensor(f"{name}_cache", getattr(call, f"{name}_cache"), q, sizes, layout)
+    check_groups(sizes, "k_cache")
+    S = sizes["S"]
+    if paged:  # those of compressed keys are pages of another table
+        sizes["Sc"] = S // config.stride
+    else:
+        sizes["rows_cmp"] = sizes["rows"]
+    for name, x in call.caches(COMPRESSED_CACHES).items():
+        check_tensor(f"{name}_cache", x, q, sizes if paged else dict(sizes), layout)
+        if not paged and x.shape[1] < (least := config.compressed_length(S)):
+            raise ValueError(f"{name}_cache must have room for the {least} keys of {S} tokens, got {x.shape[1]}")
+    _check_places(call, sizes, layout)
     lengths = _check_lengths(call, backend, validate)
-    check_weights(call, call.k_cache.shape[2], call.v_cache.shape[-1])
-    _check_tensor("out", call.out, (*call.q.shape[:-1], call.v_cache.shape[-1]), call.q)
+    if call.packed and lengths is not None:
+        sizes["blocks"] = sum(map(call.filled, lengths))
+    check_exclusive(call)
+    for name in DIFFERENTIABLE[1:]:
+        check_tensor(name, getattr(call, name), q, dict(sizes), layout)
+    check_tensor("out", call.out, q, sizes, layout)
+    _check_new(call)
     if call.out is not None:
         _refuse_overlap("out", call.out)
     if call.block_indices is not None:
@@ -131,8 +153,7 @@ def check_call(
 
 def _check_config(call: CachedCall) -> None:
     config = call.config
-    if not isinstance(config, NSAConfig):
-        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    require_config(config)
     if call.block_indices is None:
         require_choice_by_token(config, "nsa_with_kvcache")
     if config.offset < config.span - 1:
@@ -254,40 +275,18 @@ def _check_lengths(call: CachedCall, backend: str | None, validate: bool) -> tup
         raise ValueError(f"max_seqlen_q must be at least {max(lengths)}, got {call.max_seqlen_q}")
     if lengths is not None and max(lengths) > call.room:
         raise ValueError(f"q must have at most {call.room} tokens a sequence, the caches' room, got {max(lengths)}")
-    for name in COMPRESSED_CACHES:
-        if call.packed and lengths is not None and (x := getattr(call, name)) is not None:
-            _check_tensor(name, x, (sum(map(call.filled, lengths)), *x.shape[1:]), call.q)
     return lengths
 
 
-def _check_caches(call: CachedCall) -> None:
-    q, B, paged = call.q, call.B, call.page_table is not None
-    lead = None if paged or call.cache_batch_idx is not None else B
-    _check_tensor("k_cache", call.k_cache, (lead, None, None, q.shape[-1]), q)
-    lead, S, Hkv, D = call.k_cache.shape
-    _check_tensor("v_cache", call.v_cache, (lead, S, Hkv, None), q)
-    if 0 in call.k_cache.shape or q.shape[-2] % Hkv:
-        raise ValueError(f"q's heads must be a multiple of k_cache's, got {q.shape[-2]} and shape {call.k_cache.shape}")
-    of_size = {"k": D, "v": call.v_cache.shape[-1]}
-    for name in ("k_win", "v_win"):
-        _check_tensor(f"{name}_cache", getattr(call, f"{name}_cache"), (lead, S, Hkv, of_size[name[0]]), q)
-    if paged:  # those of compressed keys are pages of another table
-        lead, Sc = None, S // call.config.stride
-    for name, x in call.caches(COMPRESSED_CACHES).items():
-        _check_tensor(f"{name}_cache", x, (lead, Sc if paged else None, Hkv, of_size[name[0]]), q)
-        lead, least = x.shape[0], call.config.compressed_length(S)
-        if not paged and x.shape[1] < least:
-            raise ValueError(f"{name}_cache must have room for the {least} keys of {S} tokens, got {x.shape[1]}")
-    for name, x in call.caches((*TOKEN_CACHES, *COMPRESSED_CACHES)).items():
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(f"{name}_cache must be contiguous in its last dimension, got stride {x.stride(-1)}")
+def _check_places(call: CachedCall, sizes: dict[str, int], layout: dict[str, str]) -> None:
+    """What says where in the caches sequences are."""
+    q, paged, S = call.q, call.page_table is not None, sizes["S"]
     if isinstance(call.cache_seqlens, torch.Tensor):
-        _check_tensor("cache_seqlens", call.cache_seqlens, (B,), q, torch.int32)
+        check_tensor("cache_seqlens", call.cache_seqlens, q, sizes, layout)
     else:
         require_int("cache_seqlens", call.cache_seqlens, least=0)
-    _check_tensor("page_table", call.page_table, (B, None), q, torch.int32)
-    _check_tensor("cmp_page_table", call.cmp_page_table, (B, None), q, torch.int32)
-    _check_tensor("cache_batch_idx", call.cache_batch_idx, (B,), q, torch.int32)
+    for name in ("page_table", "cmp_page_table", "cache_batch_idx"):
+        check_tensor(name, getattr(call, name), q, sizes, layout)
     if paged and call.cache_batch_idx is not None:
         raise ValueError("cache_batch_idx and page_table exclude each other, got both; permute the table's rows")
     if paged and S % call.config.block_size:
@@ -298,41 +297,15 @@ def _check_caches(call: CachedCall) -> None:
 
 
 def _check_new(call: CachedCall) -> None:
-    """Packed compressed keys of the caller's may have any number of rows here."""
-    q, (Hkv, D), Dv = call.q, call.k_cache.shape[2:], call.v_cache.shape[-1]
+    """New keys and values have caches to be written to."""
     of_window = ("k_win", "v_win", "k_win_cache", "v_win_cache")
     if not call.config.window_size and (found := [name for name in of_window if getattr(call, name) is not None]):
         raise ValueError(f"{found[0]} must be None where there is no window, got one with window_size=0")
     if (call.k is None) != (call.v is None):
         raise ValueError("k and v must be given together, or neither")
-    filled = (None,) if call.packed else (call.B, call.filled(q.shape[1]))
     for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
         x, cache = getattr(call, name), getattr(call, f"{name}_cache")
-        lead = filled if "cmp" in name else q.shape[:-2]
-        _check_tensor(name, x, (*lead, Hkv, D if name[0] == "k" else Dv), q)
         if x is not None and cache is None:
             raise ValueError(f"{name} needs {name}_cache to be written to, got none")
         if "win" in name and cache is not None and (x is None) != (call.k is None):
             raise ValueError(f"{name} must be given where k is and {name}_cache is, and where neither is not")
-
-
-def _check_tensor(
-    name: str, x: object, shape: tuple[int | None, ...], q: Tensor, dtype: torch.dtype | str | None = "q"
-) -> None:
-    """Raise unless x is None or a tensor of that shape, None in it being any size, and of that dtype or q's."""
-    optional = name not in ("q", "k_cache", "v_cache", "cache_seqlens")
-    if x is None and optional:
-        return
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor{' or None' * optional}, got {type(x).__name__}")
-    refuse_nested(name, x)
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
-    if dtype is not None and x.dtype != (q.dtype if dtype == "q" else dtype):
-        wanted = f"have q's dtype {q.dtype}" if dtype == "q" else f"be {str(dtype)[6:]}"
-        raise TypeError(f"{name} must {wanted}, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-    if x.dim() != len(shape) or any(n is not None and n != m for n, m in zip(shape, x.shape)):
-        said = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(f"{name} must have shape ({said}), got {tuple(x.shape)}")

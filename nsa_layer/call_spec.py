@@ -10,6 +10,9 @@ import torch
 
 from nsa_layer.config import NSAConfig
 
+BRANCHES = ("compressed", "selected", "window")
+SELECTED_ALONE = ("selected",)
+
 
 @dataclass(frozen=True)
 class CallSpec:
@@ -24,6 +27,8 @@ class CallSpec:
         listed: the lists of blocks are the caller's.
         bound: tokens at most of a packed sequence, where the host does not know the lengths; else None. With
             ``lengths_k`` of its queries.
+        branches: that are computed: all, of which one without a size is none, or the selected one alone, which is
+            `selected_attention`.
         window: of each packed sequence, or of a batch for all, (keys, position of the first query among them) of the
             sliding window, where it reads other keys than those of all tokens; else None. For kernels alone.
     """
@@ -36,6 +41,7 @@ class CallSpec:
     listed: bool = False
     bound: int | None = None
     window: tuple[tuple[int, int], ...] | None = None
+    branches: tuple[str, ...] = BRANCHES
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:
@@ -53,11 +59,12 @@ class CallSpec:
 
 
 class CallTensors(NamedTuple):
-    """The tensors of a call, as every room hands them on; shapes as in `nsa`, whose arguments all but the last one are.
+    """The tensors of a call, as every room hands them on; shapes as in `nsa`, whose arguments all but the last two are.
 
     Attributes:
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
-            there may be more than queries; None: the queries are those of all keys.
+            there may be more than queries; None: the queries are the last ones.
+        cu_seqlens_k: starts of packed keys, where they are not those of queries.
     """
 
     q: torch.Tensor
@@ -74,6 +81,7 @@ class CallTensors(NamedTuple):
     cu_seqlens: torch.Tensor | None = None
     block_indices: torch.Tensor | None = None
     q_offset: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
 
     @property
     def differentiable(self) -> tuple[torch.Tensor | None, ...]:
@@ -102,7 +110,7 @@ class CallTensors(NamedTuple):
 
     def arguments(self) -> dict[str, torch.Tensor | None]:
         """By name, as `nsa` takes them."""
-        return dict(zip(self._fields[:-1], self))
+        return dict(zip(self._fields[:-2], self))
 
     def sequences(self, spec: CallSpec) -> Iterator[CallTensors]:
         """The tensors of each sequence, without a dimension of the batch: weights are in all of them, starts and
@@ -118,7 +126,7 @@ class CallTensors(NamedTuple):
             # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
             split = {name: x.split(sizes[name]) for name, x in own.items()}
         for parts in zip(*split.values(), strict=True):
-            yield self._replace(**dict(zip(split, parts)), cu_seqlens=None, q_offset=None)
+            yield self._replace(**dict(zip(split, parts)), cu_seqlens=None, cu_seqlens_k=None, q_offset=None)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor], names: Iterable[str] = ()) -> CallTensors:
         """With those that there are, of all or of these names, changed."""
@@ -135,38 +143,41 @@ OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a br
 OF_SEQUENCES = ("q", "k", "v", "gates", *OWN_KEYS, "block_indices")  # hold something for each sequence
 
 
-@dataclass(frozen=True)
-class ListSpec:
-    """The static side of a call of `selected_attention`.
+class Saved(NamedTuple):
+    """Tensors that forward leaves to backward, of all heads or of a group; None where there is nothing.
 
     Attributes:
-        block_size: tokens in a block.
-        q_tile: queries that share a list.
-        causal: queries see no later token.
-        softmax_scale: factor of q . k.
-        lengths: (queries, keys) of each packed sequence, or None for a batch.
-        bound: (queries, keys) at most of a packed sequence, where the host does not know the lengths; else None.
+        block_indices, block_counts: the selection, int32 [B, M, Hs, n] and None; where the kernels read lists of key
+            tiles [B, Hkv, M, n] and [B, Hkv, M]; packed without B.
+        k_cmp, v_cmp: compressed keys and values as attention takes them; None where the caller gave them.
+        k_mean, v_mean: the means of their blocks in fp32 where these are projected.
+        o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
+        lse_cmp, lse_slc, lse_swa: fp32 or fp64 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
+        g: the gates, fp32 or fp64 [..., Hq, 3]; None for equal shares.
+
+    Plain PyTorch keeps the selection, log-sum-exps and gates alone.
     """
 
-    block_size: int
-    q_tile: int
-    causal: bool
-    softmax_scale: float
-    lengths: tuple[tuple[int, int], ...] | None = None
-    bound: tuple[int, int] | None = None
+    block_indices: torch.Tensor | None = None
+    block_counts: torch.Tensor | None = None
+    k_cmp: torch.Tensor | None = None
+    v_cmp: torch.Tensor | None = None
+    k_mean: torch.Tensor | None = None
+    v_mean: torch.Tensor | None = None
+    o_cmp: torch.Tensor | None = None
+    o_slc: torch.Tensor | None = None
+    o_swa: torch.Tensor | None = None
+    lse_cmp: torch.Tensor | None = None
+    lse_slc: torch.Tensor | None = None
+    lse_swa: torch.Tensor | None = None
+    g: torch.Tensor | None = None
 
-    def num_lists(self, q: torch.Tensor) -> list[int]:
-        """Lists as `CallSpec.num_lists` has them; of one sequence where the host knows no lengths."""
-        return [-(-T // self.q_tile) for T, _ in self.lengths or ((q.shape[-3], 0),)]
-
-    def first_positions(self, q: torch.Tensor, k: torch.Tensor, q_offset: torch.Tensor | int | None) -> torch.Tensor:
-        """Int64 [B], packed [sequences], on q's device: of each sequence's first query among its keys."""
-        if isinstance(q_offset, torch.Tensor):
-            return q_offset.long()
-        if self.lengths is not None:
-            behind = [S - T if q_offset is None else q_offset for T, S in self.lengths]
-            return torch.tensor(behind, device=q.device)
-        return torch.full((q.shape[0],), k.shape[1] - q.shape[1] if q_offset is None else q_offset, device=q.device)
+    def aux(self, tensors: CallTensors) -> Aux:
+        """`Aux` of a call with these tensors; a selection is [B, M, Hs, n]."""
+        lists = self.block_indices if tensors.block_indices is None else tensors.block_indices
+        lse_swa = torch.full_like(self.lse_cmp, -torch.inf) if self.lse_swa is None else self.lse_swa
+        g = equal_gates(tensors.q) if self.g is None else self.g
+        return Aux(lists, g, self.lse_cmp, self.lse_slc, lse_swa)
 
 
 @dataclass
@@ -202,6 +213,11 @@ def require_choice_by_token(config: NSAConfig, asked: str = "q_offset") -> None:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 where the input is fp64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def equal_gates(q: torch.Tensor) -> torch.Tensor:
+    """Shares of 1/3 as a view of one number, in the accumulation dtype: q [..., Hq, D] -> [..., Hq, 3]."""
+    return q.new_full((), 1 / 3, dtype=accumulation_dtype(q.dtype)).expand(*q.shape[:-1], 3)
 
 
 def lse_shape(q: torch.Tensor) -> tuple[int, ...]:

@@ -146,12 +146,18 @@ class ChunkAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         choice: torch.Tensor | None,
-        lse: torch.Tensor,
         plan: ChunkPlan,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk and dv; those of keys are summed in the accumulation dtype."""
-        do, dq = do.contiguous(), torch.zeros_like(q)
+        lse: torch.Tensor,
+        weight: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv of ``weight * o``, and do . o of each row; sums are in the accumulation dtype.
+
+        Args:
+            weight: like the LSE, whose dtype it has; None: 1.
+        """
+        dq = torch.zeros_like(q, dtype=lse.dtype)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        do_o = torch.zeros_like(lse)
         with component(plan.branch):
             for begin, end, keys in plan.chunks(choice):
                 rows = plan.rows(begin, end)
@@ -159,14 +165,16 @@ class ChunkAttention:
                 lse_i = lse[rows].unsqueeze(-1)
                 lse_i = lse_i.masked_fill(lse_i == -torch.inf, torch.inf)
                 p = plan.scores(q_i, k_i, begin, end, keys).sub_(lse_i).exp_()
-                keys.add(dv, _dot(p.to(q.dtype).mT, do_i))
                 dp = _dot(do_i, v_i.mT)
                 # A chunk holds every key of its rows: delta needs no output; a row that sees one key gets exactly 0.
                 delta = (p * dp).sum(-1, keepdim=True)
+                do_o[rows] = delta.squeeze(-1)
+                p = p if weight is None else p.mul_(weight[rows].unsqueeze(-1))
+                keys.add(dv, _dot(p.to(q.dtype).mT, do_i))
                 ds = dp.sub_(delta).mul_(p).mul_(plan.softmax_scale).to(q.dtype)
                 dq[rows] = _dot(ds, k_i)
                 keys.add(dk, _dot(ds.mT, q_i))
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+        return dq, dk, dv, do_o
 
 
 def rows_that_fit(q: torch.Tensor, keys: int) -> int:

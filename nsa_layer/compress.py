@@ -34,6 +34,15 @@ def mean_pool(x: torch.Tensor, *, config: NSAConfig) -> torch.Tensor:
     return total / (l / (of_tokens * of_strides))
 
 
+def mean_pool_backward(d_means: torch.Tensor, T: int, *, config: NSAConfig) -> torch.Tensor:
+    """The gradient [B, T, H, D] of `mean_pool`'s input, in d_means' dtype; 0 for tokens of no complete block."""
+    d, Tc = config.stride, d_means.shape[1]
+    strides = d_means.new_zeros(d_means.shape[0], -(-T // d), *d_means.shape[2:])
+    for shift in range(config.span // d):
+        strides[:, shift : shift + Tc] += d_means
+    return strides.div_(config.span).repeat_interleave(d, dim=1)[:, :T]
+
+
 def project(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """``x[..., h, :] @ weight[h]`` in x's dtype: one batched product of views, nothing is copied.
 

@@ -210,6 +210,13 @@ class NSAConfig:
         return cls(**values)
 
 
+class ListConfig(NSAConfig):
+    """Options of `selected_attention`, whose tiles need not fit blocks, and which has no other branch."""
+
+    def _check_tile(self) -> None:
+        pass
+
+
 def _renamed(values: dict[str, object], *, warn: bool = True) -> dict[str, object]:
     """Fields with ``init_blocks`` and ``local_blocks`` for the ``force_blocks`` of older versions, no field."""
     if "force_blocks" not in values:

@@ -6,9 +6,7 @@ respect to the operator's own inputs finds no path to it, and is zero.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,22 +42,22 @@ class FirstDerivatives(ReverseMode):
     """Backward as a function of everything that it depends on, so that every second derivative fails here."""
 
     @staticmethod
-    def forward(compute: Callable[..., tuple], backend: str, *args: Any) -> tuple:
+    def forward(compute: Callable[..., tuple], *args: Any) -> tuple:
         return compute(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.backend = inputs[1]
+        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         raise RuntimeError(
-            f"nsa: second derivatives (of a gradient with create_graph, hvp, hessian, grad of grad) are not supported "
-            f"by backend={ctx.backend!r}; backend='reference' has them"
+            "nsa: second derivatives (of a gradient with create_graph, hvp, hessian, grad of grad) are supported by "
+            "backend='reference' only"
         )
 
 
-def first_derivatives(backend: str, compute: Callable[..., tuple], *args: Any) -> tuple:
+def first_derivatives(compute: Callable[..., tuple], *args: Any) -> tuple:
     """``compute(*args)`` for the backward of a function: without autocast, and refusing to be differentiated.
 
     Args:
@@ -70,86 +68,8 @@ def first_derivatives(backend: str, compute: Callable[..., tuple], *args: Any) -
         raise NotImplementedError(VMAP)
     with autocast.off(tensors[0].device):
         if torch.is_grad_enabled() or is_transformed():
-            return FirstDerivatives.apply(compute, backend, *args)
+            return FirstDerivatives.apply(compute, *args)
         return compute(*args)
-
-
-_attention = threading.local()  # the log-sum-exps that are noted, or those that are known
-
-
-def attention(form: type, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``form.outputs(*args)``, whose backward is ``form.gradients``: `ChunkAttention`, `TokenAttention`.
-
-    Outputs are o [.., Dv] and the LSE [..] of q [.., D], k and v, which come first; what is no tensor comes last.
-    Gradients are dq, dk and dv, of do, the tensors, the LSE and the last argument.
-
-    Within `noted_lses` the LSE is also put down; within `known_lses` it is taken from there, and o is not computed.
-    """
-    known, noted = getattr(_attention, "known", None), getattr(_attention, "noted", None)
-    if known is not None:
-        lse = known.pop(0).view(args[0].shape[:-1])
-        return _Known.apply(form, lse, *args), lse
-    o, lse = _Attention.apply(form, *args)
-    if noted is not None:
-        noted.append(lse.flatten())
-    return o, lse
-
-
-class _Attention(ReverseMode):
-    """A form's o and LSE, and its gradients."""
-
-    @staticmethod
-    def forward(form: type, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return form.outputs(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        ctx.form, *tensors, ctx.static = inputs
-        lse = output[1]
-        ctx.save_for_backward(*tensors, lse)
-        ctx.mark_non_differentiable(lse)
-
-    @staticmethod
-    def backward(ctx: Any, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        gradients = first_derivatives("eager", ctx.form.gradients, do, *ctx.saved_tensors, ctx.static)
-        return None, *gradients, *[None] * (len(ctx.saved_tensors) - len(gradients))
-
-
-@contextmanager
-def noted_lses() -> Iterator[list[torch.Tensor]]:
-    """Within, the LSE of each `attention` is added to the list, flat."""
-    _attention.noted = noted = []
-    try:
-        yield noted
-    finally:
-        _attention.noted = None
-
-
-@contextmanager
-def known_lses(lses: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, each `attention` takes its LSE from those that were noted: of its results only gradients are right."""
-    _attention.known = list(lses)
-    try:
-        yield
-    finally:
-        _attention.known = None
-
-
-class _Known(torch.autograd.Function):
-    """A form's gradients alone: nobody reads the outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, form: type, lse: torch.Tensor, *args: Any) -> torch.Tensor:
-        *tensors, ctx.static = args
-        ctx.save_for_backward(*tensors, lse)
-        ctx.form = form
-        q, v = args[0], args[2]
-        return q.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = ctx.form.gradients(do, *ctx.saved_tensors, ctx.static)
-        return None, None, *gradients, *[None] * (len(ctx.saved_tensors) - len(gradients))
 
 
 class _Product(ReverseMode):

@@ -4,144 +4,273 @@ The branches are attention by chunks of queries (`chunk_attention`), and differ 
 the mask inside it. Where each token has a list of blocks of its own, or that of a small tile, `token_attention` takes
 the selected branch.
 
-On a CPU, fp16 and bf16 are computed in fp32 and rounded at the end: CPUs multiply fp32 faster.
+On a CPU, fp16 and bf16 are computed in fp32 and rounded at the end: CPUs multiply fp32 faster. Backward keeps the
+branches' log-sum-exps, the gates and the chosen blocks, and computes everything else again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype, require_choice_by_token
+from nsa_layer.call_spec import (
+    DIFFERENTIABLE,
+    SELECTED_ALONE,
+    Aux,
+    CallSpec,
+    CallTensors,
+    Saved,
+    accumulation_dtype,
+    equal_gates,
+    require_choice_by_token,
+)
 from nsa_layer.choose import choose_blocks, choose_blocks_by_token, sorted_lists
 from nsa_layer.chunk_attention import Chunk, ChunkAttention, ChunkPlan, KeyBlocks, KeyRun, rows_that_fit
-from nsa_layer.compress import compress
-from nsa_layer.derivatives import attention
+from nsa_layer.compress import mean_pool, mean_pool_backward, project, project_backward
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.profiler_ranges import component
-from nsa_layer.token_attention import attend_lists
+from nsa_layer.token_attention import attend_lists, attend_lists_backward
 
+Tensor = torch.Tensor
 # Queries of the largest tile whose list is given to its tokens; gathering keys for smaller tiles, one after the other,
 # takes longer.
 SMALL_TILE = 32
 
 
-def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
+@torch.no_grad()
+def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
     """The operator; arguments as `nsa` has checked them.
 
     The lengths of packed sequences are read from ``spec``, not from ``cu_seqlens``. Returns o, in the dtype of q,
     and `Aux`.
     """
-    return gated(tensors, attend_branches(tensors, spec=spec))
+    o, saved = forward(tensors, spec=spec)
+    return o, saved.aux(tensors)
 
 
-def gated(tensors: CallTensors, made: Branches) -> tuple[torch.Tensor, Aux]:
-    """The branches weighed and summed, in the dtype of q, and `Aux`."""
+def forward(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Saved]:
+    """o, and what backward needs; ``q_offset`` is read on the host."""
+    parts = [_Batch(part, spec, first).forward() for part, first in _batches(tensors, spec)]
+    o, saved = zip(*parts)
+    if len(parts) == 1 and spec.lengths is None:
+        return o[0], saved[0]._replace(block_indices=saved[0].block_indices if tensors.block_indices is None else None)
+    of_tokens, of_rows, whole = (0, 0, slice(None)) if spec.lengths is None else (1, 2, 0)
+
+    def joined(each: Sequence[Tensor | None], dim: int) -> Tensor | None:
+        return None if each[0] is None else torch.cat(each, dim)[whole]
+
+    fields = {name: [getattr(x, name) for x in saved] for name in ("g", "lse_cmp", "lse_slc", "lse_swa")}
+    made = {name: joined(each, of_rows if name != "g" else of_tokens) for name, each in fields.items()}
+    if tensors.block_indices is None:
+        width = spec.config.list_width(max(spec.key_lengths or tensors.k.shape[1:2]))
+        lists = [F.pad(x.block_indices, (0, width - x.block_indices.shape[-1]), value=-1) for x in saved]
+        made["block_indices"] = joined(lists, of_tokens)
+    return joined(o, of_tokens), Saved(**made)
+
+
+def backward(tensors: CallTensors, saved: Saved, do: Tensor, *, spec: CallSpec) -> tuple[Tensor | None, ...]:
+    """Gradients of the differentiable tensors, in their dtypes; None for those that there are not."""
+    lists = saved.block_indices if tensors.block_indices is None else tensors.block_indices
+    whole, exactly = tensors._replace(block_indices=lists), accumulation_dtype(tensors.q.dtype)
+    totals = whole.map(partial(torch.zeros_like, dtype=exactly, memory_format=torch.contiguous_format), DIFFERENTIABLE)
+    parts = [*zip(_batches(whole, spec), _batches(totals, spec), strict=True)]
+    packed, rows = spec.lengths is not None, (do, saved.g, *(x if x is None else x.mT for x in saved[9:12]))
+    size = [part.q.shape[packed] for (part, _), _ in parts]
+    of_parts = zip(*([None] * len(size) if x is None else x.split(size) for x in rows))
+    for ((part, first), (total, _)), of_part in zip(parts, of_parts, strict=True):
+        do_i, g, *lses = (x[None] if packed and x is not None else x for x in of_part)
+        named = dict(zip(("lse_cmp", "lse_slc", "lse_swa"), lses))
+        for name, d in _Batch(part, spec, first).backward(do_i, Saved(g=g, **named)).items():
+            getattr(total, name).add_(d)
+    pairs = zip(totals.differentiable, tensors.differentiable)
+    return tuple(None if x is None else total.to(x.dtype) for total, x in pairs)
+
+
+def _batches(tensors: CallTensors, spec: CallSpec) -> Iterator[tuple[CallTensors, int]]:
+    """Sequences of one length as batches, with the position of their first queries: all of a batch if there is one
+    position, else one by one; of packed sequences those that have queries."""
+    if tensors.q_offset is not None:
+        offsets = tensors.q_offset.tolist()
+        if tensors.block_indices is None:
+            require_choice_by_token(spec.config)
+    elif spec.lengths is None:
+        offsets = [tensors.k.shape[1] - tensors.q.shape[1]] * len(tensors.q)
+    else:
+        offsets = [S - T for T, S in zip(spec.lengths, spec.key_lengths)]
+    if spec.lengths is None and len(set(offsets)) == 1:
+        yield tensors, offsets[0]
+        return
+    for own, first in zip(tensors.sequences(spec), offsets, strict=True):
+        if len(own.q):
+            yield own.as_batch(), first
+
+
+class _Batch:
+    """Sequences of one length, whose first query is at position `first` among the keys.
+
+    q, k and v are in the dtype that is computed in; by head, [B, Hkv, S, D], as attention reads keys.
+    """
+
+    def __init__(self, tensors: CallTensors, spec: CallSpec, first: int) -> None:
+        self.tensors, self.spec, self.config, self.first = tensors, spec, spec.config, first
+        q = tensors.q
+        self.low, self.exactly = q.dtype, accumulation_dtype(q.dtype)
+        self.dtype = self.exactly if q.device.type == "cpu" else q.dtype
+        self.q, self.k, self.v = (x.to(self.dtype) for x in tensors[:3])
+        (self.T, self.Hq), (self.S, self.Hkv) = q.shape[1:3], tensors.k.shape[1:3]
+        self.G = self.Hq // self.Hkv
+
+    @cached_property
+    def means(self) -> tuple[Tensor | None, Tensor | None]:
+        """Means of blocks of k and of v; None where the caller gave compressed ones."""
+        given = (self.k, self.tensors.k_cmp), (self.v, self.tensors.v_cmp)
+        return tuple(mean_pool(x, config=self.config) if own is None else None for x, own in given)
+
+    @cached_property
+    def compressed(self) -> tuple[Tensor, Tensor]:
+        """Compressed keys and values, not rounded."""
+        weights = self.tensors.compress_k_weight, self.tensors.compress_v_weight
+        given = zip(self.means, weights, (self.tensors.k_cmp, self.tensors.v_cmp))
+        return tuple(own if mean is None else project(mean, weight) for mean, weight, own in given)
+
+    def chunked(self, name: str) -> tuple[Tensor, Tensor, ChunkPlan]:
+        """Keys and values by head, and the plan, of the compressed branch or the window."""
+        if name == "cmp":  # rounded as the kernels read them
+            keys = [x.to(self.low).to(self.dtype) for x in self.compressed]
+            plan = _compressed_plan(self.q, keys[0].shape[1], self.G, self.spec, self.first)
+        else:
+            keys = [x.to(self.dtype) for x in self.tensors.of_window]
+            plan = _window_plan(self.q, self.S, self.G, self.spec, self.first)
+        return *map(_heads_first, keys), plan
+
+    def forward(self) -> tuple[Tensor, Saved]:
+        if self.spec.branches == SELECTED_ALONE:
+            o, lse = self.selected(attend_lists)
+            return o.to(self.low), Saved(lse_slc=lse.mT.contiguous())
+        with component("compress"):
+            keys, values, plan = self.chunked("cmp")
+        made = [self.unfolded(ChunkAttention.outputs(self.folded(self.q), keys, values, None, plan))]
+        with component("choose"):
+            self.lists = self.chosen(made[0][1])
+        made.append(self.selected(attend_lists))
+        if self.config.window_size:
+            keys, values, plan = self.chunked("swa")
+            made.append(self.unfolded(ChunkAttention.outputs(self.folded(self.q), keys, values, None, plan)))
+        outputs, lses = zip(*made)
+        o, g = gated(self.tensors, outputs)
+        lses = dict(zip(("lse_cmp", "lse_slc", "lse_swa"), (lse.mT.contiguous() for lse in lses)))
+        g = None if self.tensors.gate == "none" else g
+        return o, Saved(block_indices=self.lists.transpose(1, 2), g=g, **lses)
+
+    def chosen(self, lse_cmp: Tensor) -> Tensor:
+        """int32 [B, Hs, M, n]"""
+        static = dict(config=self.config, causal=self.spec.causal, softmax_scale=self.spec.softmax_scale)
+        if self.tensors.block_indices is not None:
+            return self.lists
+        k_cmp = self.compressed[0]
+        if self.config.by_token:
+            k_cmp = k_cmp.to(self.low).to(self.dtype)
+            return choose_blocks_by_token(self.q, k_cmp, lse_cmp.mT, **static, first=self.first, S=self.S)
+        return choose_blocks(self.q, k_cmp.to(self.exactly), **static)
+
+    @cached_property
+    def lists(self) -> Tensor:
+        """The lists of the caller, or those that were chosen before, sorted: int32 [B, Hs, M, n]."""
+        end, config = None, self.config
+        if self.spec.causal:  # by tile, no list is longer than the blocks up to the tile's end
+            last = torch.arange(1, config.num_tiles(self.T) + 1, device=self.q.device) * config.q_tile - 1 + self.first
+            end = last // config.block_size + 1
+        return sorted_lists(self.tensors.block_indices.transpose(1, 2), config.num_blocks(self.S), end)
+
+    def selected(self, by_lists: Callable, do: Tensor | None = None, *rows: Tensor | None) -> tuple[Tensor, ...]:
+        """The selected branch: o [B, T, Hq, Dv] and the LSE [B, T, Hq]; or its `backward_of`."""
+        config, k, v = self.config, _heads_first(self.k), _heads_first(self.v)
+        if config.q_tile <= SMALL_TILE or self.spec.branches == SELECTED_ALONE:
+            limit = torch.full((self.T,), self.S, device=self.q.device)
+            if self.spec.causal:
+                limit = torch.arange(self.first + 1, self.first + self.T + 1, device=self.q.device).clamp(max=self.S)
+            static = dict(q_tile=config.q_tile, size=config.block_size, softmax_scale=self.spec.softmax_scale)
+            given = (self.q, k, v, self.lists, limit.expand(len(self.q), self.T), *rows)
+            return by_lists(*([] if do is None else [do]), *given, **static)
+        parts = self.lists.shape[1] // self.Hkv
+        # The padding of a list names the block of zeros behind the last one, which no query sees.
+        spare = (config.num_blocks(self.S) + 1) * min(config.block_size, self.S) - self.S
+        k, v = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
+        width, heads = self.lists.shape[-1], self.G // parts
+        plan = _selected_plan(self.q, self.S, width, heads, parts, self.spec, self.first)
+        if do is None:
+            return self.unfolded(ChunkAttention.outputs(self.folded(self.q, parts), k, v, self.lists, plan))
+        dq, dk, dv, do_o = self.backward_of(do, k, v, self.lists, plan, *rows, parts=parts)
+        return dq, dk[:, :, : self.S], dv[:, :, : self.S], do_o
+
+    def backward_of(
+        self, do: Tensor, k: Tensor, v: Tensor, choice: Tensor | None, plan: ChunkPlan, *rows: Tensor, parts: int = 1
+    ) -> tuple[Tensor, ...]:
+        """dq [B, T, Hq, D], dk and dv by head and do . o [B, T, Hq]; rows: the LSE and the weight, [B, T, Hq]."""
+        q, do, lse, weight = (self.folded(x, parts) for x in (self.q, do, *(x[..., None] for x in rows)))
+        lse, weight = lse.squeeze(-1), weight.squeeze(-1)
+        dq, dk, dv, do_o = ChunkAttention.gradients(do, q, k, v, choice, plan, lse, weight)
+        return _unfold(dq, self.T), dk, dv, _unfold(do_o, self.T)
+
+    def backward(self, do: Tensor, saved: Saved) -> dict[str, Tensor]:
+        """Gradients by name, sums in the accumulation dtype; LSEs of ``saved`` are [B, T, Hq]."""
+        tensors, grads, lses = self.tensors, {}, (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
+        do = do.to(self.dtype).contiguous()
+        if self.spec.branches == SELECTED_ALONE:
+            dq, dk, dv, _ = self.selected(attend_lists_backward, do, saved.lse_slc, None)
+            return dict(q=dq, k=dk.transpose(1, 2), v=dv.transpose(1, 2))
+        g = equal_gates(self.q) if saved.g is None else saved.g
+        weights = g.unbind(-1)
+        with component("compress"):
+            keys, values, plan = self.chunked("cmp")
+        dq, dk_cmp, dv_cmp, do_o = self.backward_of(do, keys, values, None, plan, lses[0], weights[0])
+        each = [do_o]
+        dq_i, dk, dv, do_o = self.selected(attend_lists_backward, do, lses[1], weights[1])
+        dq, each = dq + dq_i, [*each, do_o]
+        grads |= dict(k=dk.transpose(1, 2), v=dv.transpose(1, 2))
+        if self.config.window_size:
+            keys, values, plan = self.chunked("swa")
+            dq_i, dk, dv, do_o = self.backward_of(do, keys, values, None, plan, lses[2], weights[2])
+            dq, each = dq + dq_i, [*each, do_o]
+            for name, d in (("k", dk), ("v", dv)):
+                of = name if getattr(tensors, f"{name}_win") is None else f"{name}_win"
+                grads[of] = d.transpose(1, 2) if of not in grads else grads[of] + d.transpose(1, 2)
+        with component("gate"):
+            dg = torch.stack([*each, *[torch.zeros_like(each[0])] * (3 - len(each))], -1)
+            if tensors.gates is not None:
+                grads["gates"] = dg
+            elif tensors.gate_weight is not None:
+                dz, q = dg * g * (1 - g), tensors.q.to(self.exactly)
+                dq_i, dw = project_backward(dz, q, tensors.gate_weight.mT)
+                dq, grads["gate_weight"] = dq + dq_i, dw.mT
+        with component("compress"):
+            for name, mean, d in zip("kv", self.means, (dk_cmp, dv_cmp)):
+                d = d.transpose(1, 2)
+                if mean is None:
+                    grads[f"{name}_cmp"] = d
+                    continue
+                d_mean, dw = project_backward(d, mean, getattr(tensors, f"compress_{name}_weight"))
+                grads[name] = grads[name] + mean_pool_backward(d_mean, self.S, config=self.config)
+                if dw is not None:
+                    grads[f"compress_{name}_weight"] = dw
+        return grads | dict(q=dq)
+
+    def folded(self, x: Tensor, parts: int = 1) -> Tensor:
+        return _fold(x, self.Hkv, parts)
+
+    def unfolded(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(_unfold(x, self.T) for x in made)
+
+
+def gated(tensors: CallTensors, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The branches weighed and summed, in the dtype of q, and the gates."""
     q = tensors.q
     with component("gate"):
         g = gate_values(q, tensors.gate_weight, tensors.gates)
-        o = weighted_sum(g, *made.outputs).to(q.dtype)
-    return o, Aux(made.choice, g.detach(), *made.lses)
-
-
-class Branches(NamedTuple):
-    """The branches' results, which the gates sum.
-
-    Attributes:
-        outputs: o [B, T, Hq, Dv], packed [total, Hq, Dv], of three branches, or without a window of two.
-        lses: of three, fp32 or fp64 [B, Hq, T], packed [Hq, total].
-        choice: int32 [B, M, Hs, n], packed [tiles, Hs, n].
-    """
-
-    outputs: list[torch.Tensor]
-    lses: list[torch.Tensor]
-    choice: torch.Tensor
-
-
-def attend_branches(tensors: CallTensors, *, spec: CallSpec) -> Branches:
-    """The three branches, before they are weighed; ``q_offset`` is read on the host."""
-    config, lists = spec.config, tensors.block_indices
-    offsets = None if tensors.q_offset is None else tensors.q_offset.tolist()
-    if offsets is not None and lists is None:
-        require_choice_by_token(config)
-    if spec.lengths is None and len(set(offsets or [0])) == 1:
-        made = _attend_batch(tensors, spec, offsets[0] if offsets else 0)
-        return made if lists is None else made._replace(choice=lists)
-    sequences = list(tensors.sequences(spec))
-    results = [
-        _attend_batch(own.as_batch(), spec, first)
-        for own, first in zip(sequences, offsets or [0] * len(sequences), strict=True)
-        if len(own.q)
-    ]
-    of_tokens, of_lses, whole = (0, 0, slice(None)) if spec.lengths is None else (1, 2, 0)
-    branches = [torch.cat(parts, dim=of_tokens)[whole] for parts in zip(*(r.outputs for r in results), strict=True)]
-    lses = [torch.cat(parts, dim=of_lses)[whole] for parts in zip(*(r.lses for r in results), strict=True)]
-    if lists is not None:
-        return Branches(branches, lses, lists)
-    width = config.list_width(max(spec.key_lengths or tensors.k.shape[1:2]))
-    choices = [F.pad(r.choice, (0, width - r.choice.shape[-1]), value=-1) for r in results]
-    return Branches(branches, lses, torch.cat(choices, dim=of_tokens)[whole])
-
-
-def _attend_batch(tensors: CallTensors, spec: CallSpec, first: int) -> Branches:
-    """The branches of sequences of one length, whose first query is at this position among the keys."""
-    q, k, v, block_indices = *tensors[:3], tensors.block_indices
-    config, dtype = spec.config, q.dtype
-    if q.device.type == "cpu":
-        q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
-    k_win, v_win = (x if own is None else own.to(x.dtype) for x, own in ((k, tensors.k_win), (v, tensors.v_win)))
-    with component("compress"):
-        k_cmp, v_cmp = tensors.k_cmp, tensors.v_cmp
-        k_cmp = compress(k, tensors.compress_k_weight, config=config) if k_cmp is None else k_cmp
-        v_cmp = compress(v, tensors.compress_v_weight, config=config) if v_cmp is None else v_cmp
-    # Attention reads them as the kernels do, rounded to the dtype of the inputs.
-    unrounded, (k_cmp, v_cmp) = k_cmp, (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
-    (S, Hkv), T, G = k.shape[1:3], q.shape[1], q.shape[2] // k.shape[2]
-    by_group, keys, values = _fold(q, Hkv, 1), _heads_first(k_cmp), _heads_first(v_cmp)
-    cmp = attention(ChunkAttention, by_group, keys, values, None, _compressed_plan(q, k_cmp.shape[1], G, spec, first))
-    static = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
-    with component("choose"):
-        if block_indices is not None:
-            # By tile, no list is longer than the blocks up to the tile's end.
-            last = torch.arange(1, config.num_tiles(T) + 1, device=q.device) * config.q_tile - 1 + first
-            end = last // config.block_size + 1 if spec.causal else None
-            choice = sorted_lists(block_indices.transpose(1, 2), config.num_blocks(S), end)
-        elif config.by_token:
-            choice = choose_blocks_by_token(q, k_cmp, _unfold(cmp[1], T).mT, **static, first=first, S=S)
-        else:
-            choice = choose_blocks(q, unrounded.to(accumulation_dtype(dtype)), **static)
-    k, v, k_win, v_win = map(_heads_first, (k, v, k_win, v_win))
-    slc = _attend_selected(q, k, v, choice, spec, first)
-    made = [[_unfold(x, T) for x in cmp], slc]
-    if config.window_size:
-        swa = attention(ChunkAttention, by_group, k_win, v_win, None, _window_plan(q, S, G, spec, first))
-        made.append([_unfold(x, T) for x in swa])
-    lses = [lse.mT.contiguous() for _, lse in made]
-    if not config.window_size:
-        lses.append(torch.full_like(lses[0], -torch.inf))
-    return Branches([o for o, _ in made], lses, choice.transpose(1, 2))
-
-
-def _attend_selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, spec: CallSpec, first: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, T, Hq, D], k, v [B, Hkv, S, D or Dv], choice [B, Hs, M, n] -> o [B, T, Hq, Dv] and the LSE [B, T, Hq]."""
-    config, (T, Hq), (Hkv, S) = spec.config, q.shape[1:3], k.shape[1:3]
-    if config.q_tile <= SMALL_TILE:
-        ends = (first + 1, first + T + 1)
-        limit = torch.arange(*ends, device=q.device) if spec.causal else torch.full((T,), S, device=q.device)
-        static = dict(q_tile=config.q_tile, size=config.block_size, softmax_scale=spec.softmax_scale)
-        return attend_lists(q, k, v, choice, limit.expand(len(q), T), **static)
-    parts = choice.shape[1] // Hkv
-    # The padding of a list names the block of zeros behind the last one, which no query sees.
-    spare = (config.num_blocks(S) + 1) * min(config.block_size, S) - S
-    k, v = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
-    plan = _selected_plan(q, S, choice.shape[-1], Hq // (Hkv * parts), parts, spec, first)
-    results = attention(ChunkAttention, _fold(q, Hkv, parts), k, v, choice, plan)
-    return tuple(_unfold(x, T) for x in results)
+        return weighted_sum(g, *outputs).to(q.dtype), g
 
 
 def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, spec: CallSpec, first: int) -> ChunkPlan:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer.call_spec import accumulation_dtype
+from nsa_layer.call_spec import accumulation_dtype, equal_gates
 from nsa_layer.compress import project
-
-
-def equal_gates(q: torch.Tensor) -> torch.Tensor:
-    """Shares of 1/3 as a view of one number: q [..., Hq, D] -> fp32 [..., Hq, 3]."""
-    return q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
 
 
 def gate_values(q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.Tensor | None) -> torch.Tensor:
@@ -23,7 +18,7 @@ def gate_values(q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.
         return gates.to(acc)
     if gate_weight is not None:
         return project(q.to(acc), gate_weight.mT).sigmoid()
-    return torch.full((*q.shape[:-1], 3), 1 / 3, dtype=acc, device=q.device)
+    return equal_gates(q)
 
 
 def weighted_sum(g: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:

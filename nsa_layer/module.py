@@ -14,13 +14,13 @@ from nsa_layer.api import nsa
 from nsa_layer.block_mlp import BlockMLP, compressed
 from nsa_layer.caches.nsa_cache import NSACache
 from nsa_layer.call_spec import Aux
+from nsa_layer.checks import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
 from nsa_layer.context_parallel.halo import compress_shard
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.host_numbers import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.inputs import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested
 
 COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input", "linear")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -15,7 +15,6 @@ from nsa_layer.call_spec import (
     Aux,
     CallSpec,
     CallTensors,
-    ListSpec,
     accumulation_dtype,
     mean_scale,
     require_choice_by_token,
@@ -311,33 +310,19 @@ def _attend_sequence(
     return [o for o, _ in results[: config.num_branches]], [lse for _, lse in results], block_indices
 
 
-def attend_selected(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    q_offset: torch.Tensor | int | None,
-    *,
-    spec: ListSpec,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_selected(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to listed blocks alone; arguments as `selected_attention` has checked them.
 
     Returns:
         o [B, T, Hq, Dv] and the LSE [B, Hq, T], packed [total, Hq, Dv] and [Hq, total]; the LSE is differentiable.
     """
-    packed, offset = spec.lengths is not None, spec.first_positions(q, k, q_offset)
-    if packed:
-        of_q, of_k = zip(*spec.lengths)
-        lists = block_indices.split([-(-T // spec.q_tile) for T in of_q])
-        sequences = zip(q.split(of_q), k.split(of_k), v.split(of_k), lists, offset, strict=True)
-    else:
-        sequences = zip(q, k, v, block_indices, offset, strict=True)
-    results = []
-    for q_i, k_i, v_i, own, first in sequences:
-        T, S = len(q_i), len(k_i)
-        position = torch.arange(T, device=q.device)[:, None] + first
-        visible = listed_mask(own, T, S, q_tile=spec.q_tile, block_size=spec.block_size)
-        visible = visible & ((torch.arange(S, device=q.device) <= position) | (not spec.causal))
-        results.append(attention(q_i, k_i, v_i, visible, softmax_scale=spec.softmax_scale))
+    packed, sequences, results = spec.lengths is not None, list(tensors.sequences(spec)), []
+    offsets = [len(own.k) - len(own.q) for own in sequences] if tensors.q_offset is None else tensors.q_offset.tolist()
+    for own, first in zip(sequences, offsets, strict=True):
+        T, S, config = len(own.q), len(own.k), spec.config
+        position = torch.arange(T, device=own.q.device)[:, None] + first
+        visible = listed_mask(own.block_indices, T, S, q_tile=config.q_tile, block_size=config.block_size)
+        visible = visible & ((torch.arange(S, device=own.q.device) <= position) | (not spec.causal))
+        results.append(attention(*own[:3], visible, softmax_scale=spec.softmax_scale))
     o, lse = zip(*results)
     return (torch.cat(o), torch.cat(lse, dim=1)) if packed else (torch.stack(o), torch.stack(lse))

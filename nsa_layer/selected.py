@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from nsa_layer import autocast, operators, support
 from nsa_layer.asserted import assert_numbers
-from nsa_layer.call_spec import ListSpec
-from nsa_layer.config import WIDEST_TILE, NSAConfig, require_bools, require_int
-from nsa_layer.context_parallel import selected as context_parallel
-from nsa_layer.context_parallel.checks import check_list_shard, check_same_on_all_ranks
-from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.derivatives import refuse_transforms
-from nsa_layer.inputs import (
+from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors
+from nsa_layer.checks import (
     check_lengths,
     check_lists,
     check_positions,
     check_qkv,
     check_scale,
     check_starts,
+    check_tensor,
     leaves_starts_on_gpu,
     lists_in_int32,
-    refuse_nested,
 )
+from nsa_layer.config import WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
+from nsa_layer.context_parallel import selected as context_parallel
+from nsa_layer.context_parallel.checks import check_list_shard, check_same_on_all_ranks
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.derivatives import refuse_transforms
 
 Tensor = torch.Tensor
 TILES = tuple(1 << i for i in range(WIDEST_TILE.bit_length()))  # queries that may share a list
@@ -107,41 +108,49 @@ def selected_attention(
     if cu_seqlens is None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
-    check_qkv(q, k, v, packed=packed, same_length=not apart)
-    lengths = bound = q_tile = None
+    _, layout = check_qkv(q, k, v, packed=packed, same_length=not apart)
+    of_q = of_k = bound = q_tile = None
     if packed:
         check_starts(cu_seqlens)
         q_tile = _tile_of_any(block_indices, q.shape[0], cu_seqlens.shape[0] - 1)
         leave = not validate and q_tile is not None
         leave = leave and (not apart or getattr(cu_seqlens_k, "device", None) == q.device)
         leave = leave and leaves_starts_on_gpu(backend, cu_seqlens, q)
-        bound = (q.shape[0], k.shape[0]) if leave else None
+        bound = q.shape[0] if leave else None
         of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=not leave)
         of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k", read=not leave) if apart else of_q
         if apart and cu_seqlens_k.shape != cu_seqlens.shape:
             sequences, of_keys = cu_seqlens.shape[0] - 1, cu_seqlens_k.shape[0] - 1
             raise ValueError(f"cu_seqlens_k must have cu_seqlens's {sequences} sequences, got {of_keys}")
-        lengths = None if of_q is None else tuple(zip(of_q, of_k))
-    pairs, known = lengths or ((q.shape[-3], k.shape[-3]),), not packed or lengths is not None
+    known = not packed or of_q is not None
     if known or q_tile is None:
-        q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
-    spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths, bound)
+        q_tile = _tile_of(block_indices, of_q or q.shape[-3:-2], packed)
+    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
+    static = dict(lengths=of_q, lengths_k=of_k, listed=True, bound=bound, branches=SELECTED_ALONE)
+    spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), **static)
     check_lists(block_indices, q, k.shape[-2], spec.num_lists(q) if known else None, packed=packed)
     if validate and q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(q, k, block_indices, cu_seqlens, cu_seqlens_k, q_tile=q_tile)
-    _check_offset(q_offset, q, cu_seqlens.shape[0] - 1 if packed else q.shape[0])
+    sequences = cu_seqlens.shape[0] - 1 if packed else q.shape[0]
+    if q_offset is None or isinstance(q_offset, Tensor):
+        check_tensor("q_offset", q_offset, q, dict(sequences=sequences), layout)
+    else:
+        require_int("q_offset", q_offset, least=0)
     if backend == "reference" or q_offset is None:  # operators of other backends read it
-        check_positions(q_offset, pairs, causal=causal)
+        check_positions(q_offset, zip(of_q or q.shape[-3:-2], of_k or k.shape[-3:-2]), causal=causal)
     name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
     support.refuse_packed_graph(name, packed=packed)
-    tensors = (q, k, v, block_indices, q_offset)
+    if isinstance(q_offset, int):
+        q_offset = torch.full((sequences,), q_offset, dtype=torch.int32, device=q.device)
+    starts = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    tensors = CallTensors(q, k, v, **starts, block_indices=block_indices, q_offset=q_offset)
     with autocast.off(q.device):
         if name == "reference":
             from nsa_layer import reference
 
-            o, lse = reference.attend_selected(*tensors, spec=spec)
+            o, lse = reference.attend_selected(tensors, spec=spec)
         else:
-            o, lse = operators.attend_selected(*tensors, cu_seqlens, cu_seqlens_k, spec=spec, backend=name)
+            o, lse = operators.attend(tensors, spec=spec, backend=name)
     return (o, lse.detach()) if return_lse else o
 
 
@@ -155,7 +164,7 @@ def _backend_of(
     return support.choose_backend(backend, **sizes, **asked, lists="alone", rows=rows)
 
 
-def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:
+def _tile_of(block_indices: Tensor, lengths: Sequence[int], packed: bool) -> int:
     """The queries that share a list, by the number of lists: the smallest that fits."""
     given = _lists_of(block_indices, packed)
     for tile in TILES:
@@ -181,16 +190,3 @@ def _lists_of(block_indices: Tensor, packed: bool) -> int | None:
     if not isinstance(block_indices, Tensor) or block_indices.is_nested or block_indices.dim() < 2 + (not packed):
         return None
     return block_indices.shape[0 if packed else 1]
-
-
-def _check_offset(q_offset: Tensor | int | None, q: Tensor, count: int) -> None:
-    if isinstance(q_offset, Tensor):
-        refuse_nested("q_offset", q_offset)
-        if q_offset.dtype != torch.int32:
-            raise TypeError(f"q_offset must be int32, got {q_offset.dtype}")
-        if tuple(q_offset.shape) != (count,):
-            raise ValueError(f"q_offset must have shape ({count},), got {tuple(q_offset.shape)}")
-        if q_offset.device != q.device:
-            raise ValueError(f"q_offset must be on q's device {q.device}, got {q_offset.device}")
-    elif q_offset is not None:
-        require_int("q_offset", q_offset, least=0)

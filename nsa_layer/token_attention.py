@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import ListSpec, accumulation_dtype, mean_scale
-from nsa_layer.choose import sorted_lists
-from nsa_layer.derivatives import attention
+from nsa_layer.call_spec import accumulation_dtype, mean_scale
 from nsa_layer.profiler_ranges import component
 
 ITEM = 32  # pairs of an item
@@ -30,51 +28,6 @@ class Static:
 
     size: int
     softmax_scale: float
-
-
-def attend_selected(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    q_offset: torch.Tensor | int | None,
-    *,
-    spec: ListSpec,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B, T, Hq, Dv] and the LSE [B, Hq, T], packed [total, Hq, Dv] and [Hq, total]; arguments as
-    `selected_attention` has checked them."""
-    offset = spec.first_positions(q, k, q_offset)
-    if spec.lengths is None:
-        return _attend_batch(q, k, v, block_indices, offset, spec)
-    of_q, of_k = zip(*spec.lengths)
-    tiles = [-(-T // spec.q_tile) for T in of_q]
-    lists, offsets = block_indices.split(tiles), offset.split(1)
-    sequences = zip(q.split(of_q), k.split(of_k), v.split(of_k), lists, strict=True)
-    results = [
-        _attend_batch(*(x.unsqueeze(0) for x in sequence), at, spec)
-        for sequence, at in zip(sequences, offsets, strict=True)
-        if len(sequence[0])
-    ]
-    o, lse = zip(*results)
-    return torch.cat(o, dim=1)[0], torch.cat(lse, dim=2)[0]
-
-
-def _attend_batch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, offset: torch.Tensor, spec: ListSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    T, S, dtype = q.shape[1], k.shape[1], q.dtype
-    if q.device.type == "cpu":
-        q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
-    end = (
-        offset[:, None] + torch.arange(1, T + 1, device=q.device)
-        if spec.causal
-        else torch.full_like(offset, S)[:, None]
-    )
-    choice = sorted_lists(lists.transpose(1, 2), -(-S // spec.block_size))
-    static = dict(q_tile=spec.q_tile, size=spec.block_size, softmax_scale=spec.softmax_scale)
-    k, v = (x.transpose(1, 2) for x in (k, v))
-    o, lse = attend_lists(q, k, v, choice, end.clamp(max=S).expand(-1, T), **static)
-    return o.to(dtype), lse.mT.contiguous()
 
 
 def attend_lists(
@@ -101,16 +54,66 @@ def attend_lists(
     Returns:
         o [B, T, Hq, Dv] in q's dtype and the LSE [B, T, Hq]; a row that sees no key gives 0 and -inf.
     """
-    (B, T), (Hkv, S), Hs = q.shape[:2], k.shape[1:3], choice.shape[1]
+    rows, *keys, static = _rows_and_blocks(q, k, v, choice, limit, q_tile, size, softmax_scale)
+    return tuple(_of_tokens(x, q) for x in TokenAttention.outputs(rows, *keys, static))
+
+
+def attend_lists_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    choice: torch.Tensor,
+    limit: torch.Tensor,
+    lse: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    q_tile: int,
+    size: int,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv of ``weight * o``, shaped like q, k and v, and do . o [B, T, Hq]; sums in the accumulation dtype.
+
+    Args:
+        lse, weight: [B, T, Hq]; arguments else as for `attend_lists`.
+    """
+    Hs = choice.shape[1]
+    rows, *keys, static = _rows_and_blocks(q, k, v, choice, limit, q_tile, size, softmax_scale)
+    do, lse, weight = (None if x is None else _of_heads(x, Hs) for x in (do, lse, weight))
+    dq, *of_keys, do_o = TokenAttention.gradients(do, rows, *keys, lse, weight, static)
+    dk, dv = (d.view(len(q), k.shape[1], -1, *d.shape[1:]).sum(2).flatten(2, 3)[:, :, : k.shape[2]] for d in of_keys)
+    return _of_tokens(dq, q), dk, dv, _of_tokens(do_o, q)
+
+
+def _rows_and_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    choice: torch.Tensor,
+    limit: torch.Tensor,
+    q_tile: int,
+    size: int,
+    softmax_scale: float,
+) -> tuple:
+    """The arguments of `TokenAttention.outputs`."""
+    T, (Hkv, S), Hs = q.shape[1], k.shape[1:3], choice.shape[1]
     choice, size = choice.repeat_interleave(q_tile, dim=2)[:, :, :T], min(size, S)
     # The padding of a list names the block of zeros behind the last one.
     spare = (-(-S // size) + 1) * size - S
     k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(2, (-1, size)) for x in (k, v))
     k, v = (x.repeat_interleave(Hs // Hkv, dim=1).flatten(0, 1) for x in (k, v))
-    rows = q.unflatten(2, (Hs, -1)).transpose(1, 2).flatten(0, 1)
     limit = limit.repeat_interleave(Hs, dim=0)
-    o, lse = attention(TokenAttention, rows, k, v, choice.flatten(0, 1), limit, Static(size, softmax_scale))
-    return tuple(x.unflatten(0, (B, Hs)).transpose(1, 2).flatten(2, 3) for x in (o, lse))
+    return _of_heads(q, Hs), k, v, choice.flatten(0, 1), limit, Static(size, softmax_scale)
+
+
+def _of_heads(x: torch.Tensor, Hs: int) -> torch.Tensor:
+    """[B, T, Hq, ...] -> [B * Hs, T, G, ...]"""
+    return x.unflatten(2, (Hs, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _of_tokens(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[B * Hs, T, G, ...] -> [B, T, Hq, ...]"""
+    return x.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)
 
 
 class _Items:
@@ -235,12 +238,17 @@ class TokenAttention:
         choice: torch.Tensor,
         limit: torch.Tensor,
         lse: torch.Tensor,
+        weight: torch.Tensor | None,
         static: Static,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk and dv; those of keys are summed in the accumulation dtype."""
-        dq = torch.empty_like(q)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv of ``weight * o``, and do . o of each row; sums are in the accumulation dtype.
+
+        Args:
+            weight: like the LSE, whose dtype it has; None: 1.
+        """
+        dq = torch.empty_like(q, dtype=lse.dtype)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        lse, do_o = lse.masked_fill(lse == -torch.inf, torch.inf), torch.empty_like(lse)
         with component("slc"):
             for own, items in _chunks(choice, limit, k.shape[1] - 1, static):
                 q_i, do_i, k_i, v_i = (
@@ -249,13 +257,14 @@ class TokenAttention:
                 )
                 p = items.scores(q_i, k_i, static.softmax_scale)
                 p = p.sub_(items.of_tokens(lse[own]).unsqueeze(-1)).exp_()
-                _add(dv[own[0]], items.block, p.to(q.dtype), do_i)
                 dp = _product(do_i, v_i.mT)
-                delta = items.total((p * dp).sum(-1))
+                do_o[own] = delta = items.total((p * dp).sum(-1))
+                p = p if weight is None else p.mul_(items.of_tokens(weight[own]).unsqueeze(-1))
+                _add(dv[own[0]], items.block, p.to(q.dtype), do_i)
                 ds = dp.sub_(items.of_tokens(delta).unsqueeze(-1)).mul_(p).mul_(static.softmax_scale).to(q.dtype)
                 dq[own] = items.total(_product(ds, k_i))
                 _add(dk[own[0]], items.block, ds, q_i)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+        return dq, dk, dv, do_o
 
 
 def _add(total: torch.Tensor, block: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:

@@ -8,13 +8,9 @@ the transpose of the forward lists.
     backward = transpose_lists(forward, T // 128)
     flash_attn_func(q, k, v, mask_mod=..., block_sparse_tensors=forward, block_sparse_tensors_bwd=backward)
 
-Lists are compact: as wide as the longest row, not as the number of blocks. Rows come out in rising order.
-
-What else users of block lists need can be imported from here too: checking them, semaphore values and plans for
-backward, rows of packed sequences.
+Lists are as wide as the longest row, not as the number of blocks. Rows come out in rising order. Bad arguments raise a
+TypeError or ValueError that names them. Checks, semaphore values and plans can be imported from here too.
 """
-
-from __future__ import annotations
 
 import os
 from typing import Any
@@ -57,9 +53,6 @@ def lists_from_dense(mask: torch.Tensor, block_size: BlockSize, *, width: Width 
         mask: bool [B, H, Sq, Sk] ([Sq, Sk] for all batches and heads alike), True where a query sees a key.
         block_size: (queries, keys) of a block.
         width: as in `lists_from_blocks`.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     mask = _four_dimensions("mask", mask)
     rows, columns = list_entries.block_size(block_size)
@@ -84,9 +77,6 @@ def lists_from_blocks(
         width: of the index lists (or two widths, of mask and full lists), at least the longest row. None: the longest
             row, which synchronises with the host once.
         block_size: (queries, keys) of a block.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     listed = _four_dimensions("listed", listed)
     block_size = list_entries.block_size(block_size)
@@ -126,9 +116,6 @@ def lists_from_window(
         causal: nothing to the right, whatever `window_right` is.
         block_size: (queries, keys) of a block.
         device: of the lists; None: the CPU.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.window_side("window_left", window_left)
     list_entries.window_side("window_right", window_right)
@@ -162,9 +149,6 @@ def lists_from_block_mask(
     Args:
         width: of the lists, as in `lists_from_blocks`; for both directions. None: the longest row of each, which
             synchronises with the host.
-
-    Raises:
-        TypeError, ValueError: block_mask is none, or width is bad.
     """
     size = getattr(block_mask, "BLOCK_SIZE", None)
     if size is None:
@@ -193,9 +177,6 @@ def transpose_lists(
             row, which synchronises with the host once. Give it to avoid that; the number of rows of `lists` is always
             enough.
         listed: upper bound of the blocks listed, all heads and batches together.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.integer("num_kv_blocks", num_kv_blocks, least=0)
     of = padded_rows(lists)
@@ -240,9 +221,6 @@ def draw_lists(
 
     Returns:
         The axes. Needs matplotlib.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.check_lists(fields(lists))
     list_entries.integer("num_columns", num_columns)

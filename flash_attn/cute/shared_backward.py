@@ -25,8 +25,6 @@ Without GQA dk and dv have no accumulators: one CTA stores each tile in the outp
 calls' results. In deterministic mode bits repeat as long as the calls come in the same order.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -120,8 +118,6 @@ class SharedBackward(NamedTuple):
     """Tensors that a backward call is given, and leaves to its caller.
 
     Attributes:
-        layout: what `backward_layout` returned for this call, or `aligned` made of it.
-        dpsum, lse_log2: the row sums, as the module's docstring says.
         dq: fp32 accumulator of ``layout.dq.shape``; added to. None: the call has its own and returns dq.
         dk, dv: the same for ``layout.dk.shape``, ``layout.dv.shape``, under GQA; both or neither.
         first: dq holds nothing yet, and may be uninitialised: this call is to leave exactly its own part there. Under
@@ -129,8 +125,8 @@ class SharedBackward(NamedTuple):
         flags: zeroed int32 of ``layout.flags``, for ``first``; None: the call makes its own.
     """
 
-    layout: Optional[BackwardLayout]
-    dpsum: Optional[torch.Tensor]
+    layout: Optional[BackwardLayout]  # what `backward_layout` returned for this call, or `aligned` made of it
+    dpsum: Optional[torch.Tensor]  # dpsum, lse_log2: the row sums, as the module's docstring says
     lse_log2: Optional[torch.Tensor]
     dq: Optional[torch.Tensor] = None
     dk: Optional[torch.Tensor] = None

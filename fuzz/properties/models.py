@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fuzz.case import Prompt
-from fuzz.prop import holds
+from fuzz.prop import Skip, holds, refused
 from nsa_layer import NSAConfig
 
 MASKS = ("a column more", "a column fewer", "a row fewer", "four dimensions", "one dimension", "turned")
@@ -72,6 +72,12 @@ def inputs_of(case: Prompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     mask = (at >= left) & (at < case.T - right)
     mask &= (at < case.first - torch.tensor(case.ended or [0])[:, None]) | (at >= case.first)
     return ids * mask, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def batch_of(case: Prompt) -> dict[str, Any]:
+    """Arguments of a model without a cache."""
+    ids, mask, positions = inputs_of(case)
+    return dict(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
 
 
 def logits_of(model: Any, case: Prompt, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -135,16 +141,12 @@ def wrong_mask(mask: torch.Tensor, kind: str) -> torch.Tensor:
 @torch.no_grad()
 def wrong_masks_are_refused(case: Prompt) -> None:
     """An error that names attention_mask or a mask; with one row too much of a batch of one as well."""
-    model, (ids, mask, positions) = make_model(case), inputs_of(case)
-    wrong = wrong_mask(mask, case.mask)
-    if wrong.shape == mask.shape:
-        return
-    try:
-        model(ids, attention_mask=wrong, position_ids=positions, use_cache=False)
-    except (ValueError, NotImplementedError) as error:
-        assert "mask" in str(error), f"names no mask: {error}"
-        return
-    raise AssertionError(f"a mask of shape {tuple(wrong.shape)} was taken")
+    model, batch = make_model(case), batch_of(case)
+    wrong = wrong_mask(batch["attention_mask"], case.mask)
+    if wrong.shape == batch["attention_mask"].shape:
+        raise Skip
+    with refused("mask", ValueError, NotImplementedError):
+        model(**batch | dict(attention_mask=wrong))
 
 
 CHANGES = {"nsa": CONFIG.replace(window_size=3), "nsa_gate": None, "nsa_compression": None}
@@ -154,20 +156,15 @@ CHANGES = {"nsa": CONFIG.replace(window_size=3), "nsa_gate": None, "nsa_compress
 @torch.no_grad()
 def options_are_those_of_the_model(case: Prompt) -> None:
     """Fields that are set after a model is made, and options that sparse attention lacks, are refused by name."""
-    model, (ids, mask, positions) = make_model(case), inputs_of(case)
+    model, batch = make_model(case), batch_of(case)
     others = {"nsa_gate": {"input", "query"} - {case.gate}, "nsa_compression": {"mean", "linear"} - {case.compression}}
-    more = {}
     if case.change in CHANGES:
         value = others[case.change].pop() if case.change in others else CHANGES[case.change]
         setattr(model.config, case.change, value)
     else:
-        more = {case.change: 3}
-    try:
-        model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **more)
-    except (ValueError, NotImplementedError) as error:
-        assert case.change in str(error), f"does not name {case.change}: {error}"
-        return
-    raise AssertionError(f"{case.change} was taken")
+        batch[case.change] = 3
+    with refused(case.change, ValueError, NotImplementedError):
+        model(**batch)
 
 
 _numbers = count()
@@ -177,14 +174,13 @@ _numbers = count()
 @torch.no_grad()
 def unknown_options_warn(case: Prompt) -> None:
     """An option that neither transformers nor sparse attention knows is named in a warning, and changes nothing."""
-    model, (ids, mask, positions) = make_model(case), inputs_of(case)
-    options = dict(attention_mask=mask, position_ids=positions, use_cache=False)
+    model, batch = make_model(case), batch_of(case)
     name = f"of_a_later_version_{next(_numbers)}"  # each name warns once in a process
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        logits = model(ids, **options, **{name: 3}).logits
+        logits = model(**batch, **{name: 3}).logits
     assert any(name in str(warning.message) for warning in seen), f"{name} was ignored without a warning"
-    assert logits.equal(model(ids, **options).logits)
+    assert logits.equal(model(**batch).logits)
 
 
 @holds("models.start in any memory", prompts, pr=6)
@@ -231,10 +227,10 @@ def positions_say_where_sequences_start(case: Prompt) -> None:
 
     model, (ids, _, _) = make_model(case), inputs_of(Prompt(T=case.T, rows=((0, 0),), seed=case.seed))
     positions, starts = packed_positions(case)
-    places = torch.tensor([positions])
-    logits = model(ids, position_ids=places, use_cache=False).logits
+    position_ids = torch.tensor([positions])
+    logits = model(ids, position_ids=position_ids, use_cache=False).logits
     for begin, end in zip(starts, [*starts[1:], case.T]):
-        own = dict(position_ids=places[:, begin:end], past_key_values=NSAModelCache(model.config))
+        own = dict(position_ids=position_ids[:, begin:end], past_key_values=NSAModelCache(model.config))
         alone = model(ids[:, begin:end], **own).logits
         torch.testing.assert_close(logits[:, begin:end], alone, rtol=1e-9, atol=1e-9)
 
@@ -243,13 +239,12 @@ def positions_say_where_sequences_start(case: Prompt) -> None:
 @torch.no_grad()
 def parametrized_parameters_are_used(case: Prompt) -> None:
     """Gates and matrices behind `torch.nn.utils.parametrize` give the same logits."""
-    model, (ids, mask, positions) = make_model(case), inputs_of(case)
-    options = dict(attention_mask=mask, position_ids=positions, use_cache=False)
-    before = model(ids, **options).logits
+    model, batch = make_model(case), batch_of(case)
+    before = model(**batch).logits
     branches = model.model.layers[0].self_attn.nsa
     for name in [name for name, _ in branches.named_parameters(recurse=False)]:
         parametrize.register_parametrization(branches, name, nn.Identity())
-    torch.testing.assert_close(model(ids, **options).logits, before, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model(**batch).logits, before, rtol=1e-12, atol=1e-12)
 
 
 FIELDS = {"block_counts": 5, "window_size": 7, "block_size": 8, "init_blocks": 2, "deterministic": True}
@@ -267,7 +262,7 @@ def part_of_the_fields_is_set(case: Prompt) -> None:
 
 
 CACHES = {
-    "room": "has room for",
+    "capacity": "has room for",
     "config": "make another",
     "batch": "make another",
     "layers": "layers, fewer than the model",
@@ -282,7 +277,7 @@ def caches_fit_their_model(case: Prompt) -> None:
 
     model, (ids, _, _), said = make_model(case), inputs_of(case), CACHES[case.change]
     cache = NSAModelCache(model.config)
-    if case.change == "room":
+    if case.change == "capacity":
         cache = NSAModelCache(model.config, case.T - 1, static=True)
     elif case.change == "layers":
         model = make_model(case, num_hidden_layers=2)
@@ -293,12 +288,8 @@ def caches_fit_their_model(case: Prompt) -> None:
         else:
             cache.reset()
             ids = torch.cat((ids, ids[:1]))
-    try:
+    with refused(said, ValueError):
         model(ids, past_key_values=cache)
-    except ValueError as error:
-        assert said in str(error), f"says nothing of it: {error}"
-        return
-    raise AssertionError(f"a cache with another {case.change} was taken")
 
 
 LENGTHS = {"int": int, "numpy": np.int64, "tensor": torch.tensor, "none": lambda length: None}
@@ -361,12 +352,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 @torch.no_grad()
 def projections_of_any_kind(case: Prompt) -> None:
     """A projection without a weight gives the same logits."""
-    model, (ids, mask, positions) = make_model(case), inputs_of(case)
-    options = dict(attention_mask=mask, position_ids=positions, use_cache=False)
-    before = model(ids, **options).logits
+    model, batch = make_model(case), batch_of(case)
+    before = model(**batch).logits
     attention = model.model.layers[0].self_attn
     setattr(attention, case.change, WithoutWeight(getattr(attention, case.change)))
-    torch.testing.assert_close(model(ids, **options).logits, before, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model(**batch).logits, before, rtol=1e-12, atol=1e-12)
 
 
 BACKENDS = ("cute", "fp32", "head size")
@@ -379,18 +369,13 @@ def backend_is_the_one_that_is_named(case: Prompt) -> None:
     from nsa_layer import support
 
     if case.change == "cute":
-        model, (ids, mask, positions) = make_model(case), inputs_of(case)
+        model, batch = make_model(case), batch_of(case)
         model.config.nsa_backend, said, error = "cute", "backend='cute' needs tensors on a GPU", ValueError
-        ask = partial(model, ids, attention_mask=mask | True, position_ids=positions, use_cache=False)
+        ask = partial(model, **batch | dict(attention_mask=None))
     else:
         dtype, D = (torch.float32, 64) if case.change == "fp32" else (torch.bfloat16, 48)
         call = dict(device=torch.device("cuda", 0), dtype=dtype, D=D, Dv=D, config=CONFIG, needs_grad=False)
         ask, said, error = partial(support.choose_backend, None, **call), "backend='eager' does", NotImplementedError
         assert support.choose_backend("eager", **call) == "eager"
-    with patch.object(support, "device_arch", lambda *_: 90):
-        try:
-            ask()
-        except error as refused:
-            assert said in str(refused), f"says nothing of it: {refused}"
-            return
-    raise AssertionError(f"{case.change} was taken")
+    with patch.object(support, "device_arch", lambda *_: 90), refused(said, error):
+        ask()

@@ -17,6 +17,7 @@ import torch
 from nsa_layer import support
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places, refuse_shared
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype
+from nsa_layer.compress import mean_pool, project
 
 Tensor = torch.Tensor
 LSES = ("lse_cmp", "lse_slc", "lse_swa")
@@ -118,7 +119,7 @@ def compress(module: ModuleType, x: Tensor, weight: Tensor | None, call: CachedC
     if module.__name__ == support.BACKENDS["reference"]:
         return module.compress(x, weight, config=call.config)
     x = x.to(accumulation_dtype(x.dtype)).unsqueeze(0)
-    return module.compress(x, weight, config=call.config)[0]
+    return project(mean_pool(x, config=call.config), weight)[0]
 
 
 @torch.no_grad()

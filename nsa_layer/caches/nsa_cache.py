@@ -13,8 +13,8 @@ import torch
 from nsa_layer.cached_call import CachedCall, check_call
 from nsa_layer.caches.kvcache import cast_call, checked_step
 from nsa_layer.caches.operator import CACHES, Lses
+from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
-from nsa_layer.inputs import DTYPES
 
 Tensor = torch.Tensor
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -155,8 +155,7 @@ class NSACache(LastingTensors):
         optional = dict(head_dim_v=head_dim_v, page_size=page_size, num_pages=num_pages)
         for name, size in (sizes | {name: size for name, size in optional.items() if size is not None}).items():
             require_int(name, size, least=1)
-        if not isinstance(config, NSAConfig):
-            raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+        require_config(config)
         require_bools(own_window=own_window, own_sources=own_sources)
         if own_window and not config.window_size:
             raise ValueError("own_window must be False where there is no window, got True with window_size=0")

@@ -79,7 +79,7 @@ def _compute(
     **static: Any,
 ) -> tuple[Tensor, ...]:
     softmax_scale = static.pop("softmax_scale")
-    del static["causal"]
+    del static["causal"], static["branches"]
     given = dict(zip(TENSORS, tensors, strict=True))
     call = CachedCall(**given, config=NSAConfig(**static), max_seqlen_q=max_seqlen_q, num_splits=num_splits)
     lengths = query_lengths(call, backend=backend, validate=validate)
@@ -125,5 +125,5 @@ def _raise(*_: Any, error: str, needs: Sequence[bool]) -> tuple[Tensor, ...]:
 
 _how = dict(compute=_copy, fake=_copy, outputs=4, gradients=_raise, saved="Tensor saved", differentiable=2)
 _schema_of_copy = "Tensor passed, Tensor again, Tensor o, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, *, str error"
-_how |= dict(schema=_schema_of_copy, keep=lambda inputs, _: (*inputs[:2], inputs[0]), differentiated=4)
-_copy_without_gradient = register("copy_without_gradient", "eager", **_how)
+_how |= dict(schema=_schema_of_copy, keep=lambda args, _: (*args[:2], args[0]), differentiated=4)
+_copy_without_gradient = register("copy_without_gradient", **_how)

@@ -9,10 +9,19 @@ import torch
 import torch.distributed as dist
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import WIDEST_TILE, NSAConfig
+from nsa_layer.checks import (
+    Arguments,
+    check_inputs,
+    check_lengths,
+    check_lists,
+    check_qkv,
+    check_scale,
+    check_starts,
+    require_config,
+)
+from nsa_layer.config import WIDEST_TILE
 from nsa_layer.context_parallel.layout import ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
-from nsa_layer.inputs import Arguments, check_inputs, check_lengths, check_lists, check_qkv, check_scale, check_starts
 from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
@@ -107,8 +116,7 @@ def check_shard(
     (q, k, v), starts, packed = tensors[:3], tensors.cu_seqlens, tensors.cu_seqlens is not None
     check_qkv(q, k, v, packed=packed)
     cp.mode_of(k.shape[-2])
-    if not isinstance(config, NSAConfig):
-        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    require_config(config)
     layouts = {TOKENS: token_layout(q.shape[-3], cp)}
     total, chunk = q.shape[-3] * cp.size, q.shape[-3] // len(cp.chunks)
     if packed and (torch.compiler.is_compiling() or not read):

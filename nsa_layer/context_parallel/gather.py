@@ -1,37 +1,31 @@
 """Mode "gather": each rank attends with its own queries to the keys and values of all ranks.
 
-Compressed keys are made by the rank that holds a block's first token. In graphs a call is the operator ``gathered``, or
-``gathered_lists``, which PyTorch takes apart when it traces autograd: into exchanges that the compiler sees, and
-operators of attention (`shard_call`).
+Compressed keys are made by the rank that holds a block's first token. In graphs, which the compiler makes of all this,
+exchanges are collectives and attention is operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from hashlib import sha256
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nsa_layer.block_mlp import compressed
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, ListSpec, require_choice_by_token
-from nsa_layer.config import NSAConfig
-from nsa_layer.context_parallel.checks import whole_lengths
+from nsa_layer.call_spec import SELECTED_ALONE, Aux, CallSpec, CallTensors, require_choice_by_token
+from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.context_parallel.gather_loop import WINDOW, GatherCall, attend_in_steps
 from nsa_layer.context_parallel.halo import compress_shard, mean_pool_on_kernels, with_halo
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, head_steps, query_shards
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
-from nsa_layer.operators.arguments import CONFIG, LIST_CONFIG, NAMES, OF_LAYER, schema_of, spec_of, static_arguments
-from nsa_layer.operators.registration import LIBRARY, OPS, is_recorded
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
+from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on this mode was measured to be faster than "heads"
-RANKS = "str group, str rank_and_size, str? load_balance, str sources"
 
 
 def is_better(cp: ContextParallel, tensors: CallTensors, config: NSAConfig) -> bool:
@@ -56,20 +50,18 @@ def attend(
     memory: MemoryPolicy = MemoryPolicy(),
     needs_grad: bool = True,
     return_aux: bool = True,
-    in_operator: bool = False,
 ) -> tuple[Tensor, Aux | None]:
     """`nsa` on a rank's queries; arguments as `nsa` has checked them, ``spec`` of the whole call.
-
-    Args:
-        in_operator: take the operator of a graph apart. Packed sequences have no lengths then, and ``cu_seqlens`` are
-            on the CPU.
 
     Raises:
         NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut; or a graph would have to
             know lengths.
     """
     packed, config, listed = tensors.cu_seqlens is not None, spec.config, tensors.block_indices is not None
-    local, in_graph, gathered = tensors.q.shape[-3], is_recorded(tensors.q), ("k", "v")
+    tensors, in_graph, gathered = _with_fixed_sizes(tensors), is_recorded(tensors.q), ("k", "v")
+    local = tensors.q.shape[-3]
+    if in_graph and packed:  # operators read lengths when they run
+        spec, tensors = replace(spec, lengths=None), tensors._replace(cu_seqlens=tensors.cu_seqlens.cpu())
     chunk, lengths, kept = local // len(cp.chunks), spec.lengths or (local * cp.size,), (False,) * 3
     if not listed:
         require_choice_by_token(config, "cp with mode='gather'")
@@ -79,10 +71,6 @@ def attend(
         )
     if in_graph and packed and (tensors.k_cmp is not None or tensors.v_cmp is not None):
         raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
-    if in_graph and not in_operator:
-        how = (backend, *_ranks(cp), memory.recompute, memory.budget, needs_grad, return_aux)
-        o, *aux = OPS.gathered.default(*tensors[: len(OF_LAYER)], *static_arguments(spec).values(), *how)
-        return o, Aux(*aux) if return_aux else None
     shards = query_shards(cp, local, spec.lengths, cut=spec.causal and not listed)
     if backend == "cute":
         kept = _kept(tensors, sum(lengths), memory, spec=spec, needs_grad=needs_grad)
@@ -107,17 +95,21 @@ def attend(
 
 
 def attend_to_lists(
-    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: ListSpec, in_operator: bool = False
+    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: CallSpec
 ) -> tuple[Tensor, Tensor]:
-    """`selected_attention` on a rank's queries: o and the LSE. `in_operator` as for `attend`."""
-    if is_recorded(tensors.q) and not in_operator:
-        static = (spec.block_size, spec.q_tile, spec.causal, spec.softmax_scale, backend, *_ranks(cp))
-        return OPS.gathered_lists.default(*tensors[:3], tensors.block_indices, tensors.cu_seqlens, *static)
+    """`selected_attention` on a rank's queries: o and the LSE."""
+    tensors = _with_fixed_sizes(tensors)
     shards = query_shards(cp, tensors.q.shape[-3], None, cut=False)
     packed = tensors.cu_seqlens is not None
     call = GatherCall(cp, backend, spec, is_recorded(tensors.q), packed, *_tokens_and_steps(cp, tensors), shards)
     o, by_shard = attend_in_steps(call, tensors, return_more=True)
     return o, torch.cat([lse for (lse,) in by_shard], -1)
+
+
+def list_spec(block_size: int, q_tile: int, causal: bool, softmax_scale: float) -> CallSpec:
+    """The static side of a call of `selected_attention`."""
+    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0)
+    return CallSpec(config, causal, softmax_scale, listed=True, branches=SELECTED_ALONE)
 
 
 def _tokens_and_steps(cp: ContextParallel, tensors: CallTensors) -> tuple[ShardLayout, tuple[tuple[int, int], ...]]:
@@ -129,11 +121,12 @@ def _tokens_and_steps(cp: ContextParallel, tensors: CallTensors) -> tuple[ShardL
 def _kept(
     tensors: CallTensors, total: int, memory: MemoryPolicy, *, spec: CallSpec, needs_grad: bool
 ) -> tuple[bool, bool, bool]:
-    """Outputs that the kernels save, for keys of all ranks; in graphs by the memory of an otherwise empty GPU."""
+    """Outputs that the kernels save, by the memory of a call with keys of all ranks; in graphs by the policy alone."""
+    if is_recorded(tensors.q):
+        return kept_in_graphs(memory, needs_grad)
     *lead, _, Hkv, Dv = tensors.v.shape
     whole_v = torch.empty((*lead, total, Hkv, Dv), dtype=tensors.v.dtype, device="meta")
     sizes = Sizes.of(tensors._replace(v=whole_v), spec=spec, needs_grad=needs_grad)
-    sizes = sizes._replace(deterministic=sizes.deterministic or is_recorded(tensors.q))
     return plan_memory(sizes, memory, tensors.q.device).kept
 
 
@@ -164,71 +157,11 @@ def _with_window_halo(
     return tensors._replace(**{name: x[0] if packed else x for name, x in zip(WINDOW, parts)})
 
 
-def _ranks(cp: ContextParallel) -> tuple[str, str, str | None, str]:
-    """Ranks as arguments of an operator: with their number, or one rank finds another's graph in PyTorch's cache."""
-    return cp.group_name, cp.rank_and_size, cp.load_balance, sources_key()
+def _with_fixed_sizes(tensors: CallTensors) -> CallTensors:
+    """In a compiled graph tensors whose sizes are no symbols: `range` makes numbers of them.
 
-
-def sources_key() -> str:
-    """A hash of the package's sources.
-
-    PyTorch's cache keeps graphs by operators and their arguments, before an operator is taken apart: what it is taken
-    apart into follows from the sources too.
+    Layouts and shards are made of integers, so a graph is for one length.
     """
-    return hash_of_sources(Path(__file__).parents[1])
-
-
-sources_key._dynamo_marked_constant = True  # torch.compile calls it, and does not look inside
-
-
-@lru_cache(maxsize=8)
-def hash_of_sources(folder: Path) -> str:
-    """Of every Python file below a folder."""
-    digest = sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def _gathered(*args: Any) -> list[Tensor]:
-    args, tensors = args[len(OF_LAYER) :], CallTensors(*map(_with_known_sizes, args[: len(OF_LAYER)]))
-    backend, *ranks, recompute, budget, needs_grad, return_aux = args[len(NAMES) :]
-    static, cp = dict(zip(NAMES, args)), _ranks_of(*ranks)
-    static["softmax_scale"] = float(static["softmax_scale"])
-    spec = spec_of(static, None, listed=tensors.block_indices is not None)
-    if tensors.cu_seqlens is not None:
-        tensors = tensors._replace(cu_seqlens=tensors.cu_seqlens.cpu())
-        if not is_recorded(tensors.q):  # torch.compile(backend="eager") runs it as it is
-            spec = replace(spec, lengths=whole_lengths(tensors.cu_seqlens, tensors.q, cp))
-    how = dict(memory=MemoryPolicy(budget=budget, recompute=recompute), needs_grad=needs_grad, return_aux=return_aux)
-    o, aux = attend(cp, backend, tensors, spec=spec, **how, in_operator=True)
-    return [o] if aux is None else [o, *vars(aux).values()]
-
-
-def _gathered_lists(*args: Any) -> tuple[Tensor, Tensor]:
-    *tensors, block_size, q_tile, causal, softmax_scale, backend = args[:-4]
-    q, k, v, block_indices, cu_seqlens = map(_with_known_sizes, tensors)
-    tensors = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
-    spec = ListSpec(int(block_size), int(q_tile), causal, float(softmax_scale))
-    return attend_to_lists(_ranks_of(*args[-4:]), backend, tensors, spec=spec, in_operator=True)
-
-
-def _with_known_sizes(x: Tensor | None) -> Tensor | None:
-    """x, whose sizes are no symbols: layouts and shards are made of integers, so a graph is for one length."""
-    return None if x is None else x.view([int(size) for size in x.shape])
-
-
-def _ranks_of(group: str, rank_and_size: str, load_balance: str | None, sources: str) -> ContextParallel:
-    cp = ContextParallel(torch._C._distributed_c10d._resolve_process_group(group), "gather", load_balance)
-    assert cp.rank_and_size == rank_and_size
-    return cp
-
-
-HOW = "str recompute, int? budget, bool needs_grad, bool return_aux"
-LIBRARY.define(f"gathered({schema_of(OF_LAYER)}, {CONFIG}, str backend, {RANKS}, {HOW}) -> Tensor[]")
-LIBRARY.define(
-    f"gathered_lists({schema_of('qkv')}, Tensor block_indices, Tensor? cu_seqlens, {LIST_CONFIG}, str backend, {RANKS})"
-    " -> (Tensor, Tensor)"
-)
-LIBRARY.impl("gathered", _gathered, "CompositeImplicitAutograd")
-LIBRARY.impl("gathered_lists", _gathered_lists, "CompositeImplicitAutograd")
+    if not torch.compiler.is_compiling():
+        return tensors
+    return CallTensors(*(None if x is None else x.view([len(range(size)) for size in x.shape]) for x in tensors))

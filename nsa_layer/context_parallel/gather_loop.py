@@ -13,16 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors, ListSpec, accumulation_dtype
+from nsa_layer.call_spec import (
+    DIFFERENTIABLE,
+    SELECTED_ALONE,
+    CallSpec,
+    CallTensors,
+    Saved,
+    accumulation_dtype,
+    equal_gates,
+)
 from nsa_layer.context_parallel import shard_call
 from nsa_layer.context_parallel.checks import WEIGHTS
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Addends, Collectives, Messages
-from nsa_layer.cute.saved import SavedForBackward
-from nsa_layer.derivatives import ReverseMode, first_derivatives
-from nsa_layer.gate import equal_gates
+from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.arguments import OF_LAYER, static_arguments
+from nsa_layer.operators.layer import NOTHING
 from nsa_layer.operators.registration import OPS
 
 Tensor = torch.Tensor
@@ -51,7 +58,7 @@ class GatherCall(NamedTuple):
 
     cp: ContextParallel
     backend: str
-    spec: CallSpec | ListSpec
+    spec: CallSpec
     in_graph: bool
     packed: bool
     tokens: ShardLayout
@@ -67,13 +74,18 @@ class GatherCall(NamedTuple):
         return self.shards[self.cp.rank]
 
     @property
+    def is_selected_alone(self) -> bool:
+        """True for a call of `selected_attention`."""
+        return self.spec.branches == SELECTED_ALONE
+
+    @property
     def overlaps(self) -> bool:
         """True if the next step's exchange runs beside attention."""
         return self.tokens.total < OVERLAP_BELOW * (self.cp.size - 1)
 
 
 def attend_in_steps(call: GatherCall, tensors: CallTensors, *, return_more: bool) -> tuple[Tensor, list[Fields]]:
-    """o of a rank's queries, and with `return_more` for each shard the fields of `Aux`, or the LSE of a `ListSpec`.
+    """o of a rank's queries, and with `return_more` for each shard the fields of `Aux`, or its LSE where it is alone.
 
     Args:
         tensors: this rank's: compressed keys of the blocks that start here; of ``k_win`` and ``v_win``, unless they are
@@ -91,7 +103,7 @@ def attend_in_steps(call: GatherCall, tensors: CallTensors, *, return_more: bool
     return o[0] if call.packed else o, by_shard
 
 
-class _Gather(ReverseMode):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: GatherCall, return_more: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """tensors: of `CallTensors`."""
@@ -105,9 +117,9 @@ class _Gather(ReverseMode):
                 exchanges.append(_start(call, local, step + 1))
             keys = _finish(call, exchanges.popleft(), {})
             for i, shard in enumerate(call.own_shards):
-                part = _part(call, whole, keys, _index(call, whole, step, i), shard)
-                saved.append(_forward(call, part, shard, _row(call, o_step[:, shard.queries]), backward=backward))
-            del keys, part
+                inputs = _shard_inputs(call, whole, keys, step, i)
+                saved.append(_forward(call, inputs, shard, _row(call, o_step[:, shard.queries]), backward=backward))
+            del keys, inputs
             if not call.overlaps:
                 exchanges.append(_start(call, local, step + 1))
         o = torch.cat(o_steps, 2) if call.in_graph else o
@@ -126,7 +138,9 @@ class _Gather(ReverseMode):
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, None, *first_derivatives(ctx.call.backend, partial(_gradients, ctx.call), do, *ctx.saved_tensors)
+        if torch.compiler.is_compiling():
+            return None, None, *_gradients(ctx.call, do, *ctx.saved_tensors)
+        return None, None, *first_derivatives(partial(_gradients, ctx.call), do, *ctx.saved_tensors)
 
 
 def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -147,11 +161,11 @@ def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[T
         keys = _finish(call, exchanges.popleft(), by_step)
         for i, shard in reversed([*enumerate(shards)]):
             at, first = _index(call, whole, step, i), (step * len(shards) + i) * fields
-            part = _part(call, whole, keys, at, shard)
-            do_part, dq_part = _row(call, do[at["q"]]), _row(call, by_step["q"][step][at["q"][:-1]])
-            results = _backward(call, part, shard, do_part, saved[first : first + fields], dq_part)
+            inputs = _shard_inputs(call, whole, keys, step, i)
+            do_shard, dq_shard = _row(call, do[at["q"]]), _row(call, by_step["q"][step][at["q"][:-1]])
+            results = _backward(call, inputs, shard, do_shard, saved[first : first + fields], dq_shard)
             for name, d in zip(DIFFERENTIABLE[1:], results[1:]):
-                if getattr(part, name) is None:
+                if getattr(inputs, name) is None:
                     continue
                 d = d[None] if call.packed and name not in WEIGHTS else d
                 if name in keys:
@@ -161,7 +175,7 @@ def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[T
                 else:
                     by_step[name][step][at[name][:-1]] = d
             del results, d
-        del keys, part
+        del keys, inputs
         if not call.overlaps:
             exchanges.append(_start(call, whole, step + 1, d_keys, step))
     if call.overlaps:
@@ -221,13 +235,13 @@ def _heads(call: GatherCall, tensors: CallTensors, step: int) -> tuple[slice, sl
 def _index(call: GatherCall, tensors: CallTensors, step: int, i: int) -> dict[str, tuple[slice, ...]]:
     """What a shard and a step read of each tensor that is not gathered: of this rank's, and of all compressed keys."""
     (heads, of_query), every, lists = _heads(call, tensors, step), slice(None), tensors.block_indices
-    shard, alone = call.own_shards[i], isinstance(call.spec, ListSpec)
+    shard = call.own_shards[i]
     index = dict.fromkeys(("q", "gates"), (every, shard.queries, of_query))
     if lists is not None:
-        tile = call.spec.q_tile if alone else call.spec.config.q_tile
+        tile = call.spec.q_tile
         rows = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
         index["block_indices"] = every, rows, of_query if lists.shape[2] == tensors.q.shape[2] else heads
-    if alone:
+    if call.is_selected_alone:
         return index
     if tensors.k_cmp is not None:
         index |= dict.fromkeys(BLOCKS, (every, shard.blocks(call.spec), heads))
@@ -238,18 +252,13 @@ def _index(call: GatherCall, tensors: CallTensors, step: int, i: int) -> dict[st
     return index | dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
 
 
-def _part(
-    call: GatherCall,
-    whole: CallTensors,
-    keys: dict[str, Tensor],
-    index: dict[str, tuple[slice, ...]],
-    shard: QueryShard,
-) -> CallTensors:
+def _shard_inputs(call: GatherCall, whole: CallTensors, keys: dict[str, Tensor], step: int, i: int) -> CallTensors:
     """A shard's tensors of a step. `whole` has all ranks' compressed keys, `keys` those that are gathered."""
-    part = {name: x[at] for name, at in index.items() if (x := getattr(whole, name)) is not None}
-    part |= {name: x[:, shard.keys] for name, x in keys.items()}
-    part = {name: x if name in WEIGHTS else _row(call, x) for name, x in part.items()}
-    return CallTensors(**part, cu_seqlens=whole.cu_seqlens)
+    index, shard = _index(call, whole, step, i), call.own_shards[i]
+    inputs = {name: x[at] for name, at in index.items() if (x := getattr(whole, name)) is not None}
+    inputs |= {name: x[:, shard.keys] for name, x in keys.items()}
+    inputs = {name: x if name in WEIGHTS else _row(call, x) for name, x in inputs.items()}
+    return CallTensors(**inputs, cu_seqlens=whole.cu_seqlens)
 
 
 def _row(call: GatherCall, x: Tensor) -> Tensor:
@@ -269,51 +278,51 @@ def _by_step(call: GatherCall, x: Tensor, name: str, tensors: CallTensors) -> Se
     return [like(view) for view in views] if call.in_graph else views
 
 
-def _forward(call: GatherCall, part: CallTensors, shard: QueryShard, o: Tensor, *, backward: bool) -> Fields:
+def _forward(call: GatherCall, inputs: CallTensors, shard: QueryShard, o: Tensor, *, backward: bool) -> Fields:
     """Write a shard's output on a step's heads, and return what backward needs."""
-    if isinstance(call.spec, ListSpec):
-        operator, tensors = shard_call.list_operator(part, shard, call.backend)
-        output, *fields = operator(*tensors, *_static(call, shard))
-        fields = (None if call.backend == "eager" else output, *fields)
+    if call.is_selected_alone:
+        tensors = shard_call.with_starts(inputs, shard)
+        output, *fields = OPS.attend.default(*tensors, *_static(call, shard), backward)
+        fields = (output if call.backend == "cute" else None, *fields)
     elif call.in_graph:
-        output, *fields = OPS.shard.default(*part[: len(OF_LAYER)], *_static(call, shard), backward)
+        output, *fields = OPS.shard.default(*inputs[: len(OF_LAYER)], *_static(call, shard), backward)
         fields = tuple(x if x.dim() > 1 else None for x in fields)
     else:
-        return shard_call.forward(part, shard, call.spec, call.backend, call.kept, o, backward=backward)
+        return shard_call.forward(inputs, shard, call.spec, call.backend, call.kept, o, backward=backward)
     o.copy_(output)
     return fields
 
 
 def _backward(
-    call: GatherCall, part: CallTensors, shard: QueryShard, do: Tensor, saved: Fields, dq: Tensor
+    call: GatherCall, inputs: CallTensors, shard: QueryShard, do: Tensor, saved: Fields, dq: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a part's differentiable tensors; q's is written to dq."""
-    if isinstance(call.spec, ListSpec):
-        operator, tensors = shard_call.list_operator(part, shard, call.backend, "_backward")
-        saved = saved[2:] if call.backend == "eager" else saved
-        grads = operator(do, *tensors[:5], *saved, *_static(call, shard), [True] * 3)
+    """Gradients of a shard's differentiable tensors; q's is written to dq."""
+    if call.is_selected_alone:
+        tensors, count = shard_call.with_starts(inputs, shard), len(DIFFERENTIABLE)
+        given = (*tensors[:count], tensors.block_indices, tensors.q_offset, *saved, *_static(call, shard), True)
+        grads = OPS.attend_backward.default(do, *given, [x is not None for x in tensors[:count]])
     elif call.in_graph:
-        grads = OPS.shard_backward.default(do, *part[: len(OF_LAYER)], *saved, *_static(call, shard))
+        grads = OPS.shard_backward.default(do, *inputs[: len(OF_LAYER)], *saved, *_static(call, shard))
     else:
-        saved = SavedForBackward(*saved)
-        return shard_call.backward(part, shard, call.spec, call.backend, call.kept, do, saved, dq)
+        saved = Saved(*saved)
+        return shard_call.backward(inputs, shard, call.spec, call.backend, call.kept, do, saved, dq)
     dq.copy_(grads[0])
     return grads
 
 
 def _static(call: GatherCall, shard: QueryShard) -> tuple[Any, ...]:
     """Arguments of the operators that are no tensors."""
-    if isinstance(call.spec, ListSpec):
-        return call.spec.block_size, call.spec.q_tile, call.spec.causal, call.spec.softmax_scale
+    if call.is_selected_alone:
+        return *static_arguments(call.spec).values(), call.backend, None, None, NOTHING, None
     first = shard.offsets[0]
     return *static_arguments(call.spec).values(), first, call.tokens.total, call.backend, call.kept
 
 
 def _more(call: GatherCall, saved: Sequence[Fields], q: Tensor) -> tuple[Tensor, ...]:
     """Outputs beside o, of what a shard's steps saved: fields of `Aux`, or the LSE."""
-    if isinstance(call.spec, ListSpec):
-        return (torch.cat([lse for _, lse, *_ in saved], -2),)
-    steps = [SavedForBackward(*fields) for fields in saved]
+    if call.is_selected_alone:
+        return (torch.cat([fields[1 + Saved._fields.index("lse_slc")] for fields in saved], -2),)
+    steps = [Saved(*fields) for fields in saved]
 
     def joined(name: str) -> Tensor | None:
         parts = [getattr(fields, name) for fields in steps]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.checks import Arguments, starts_of_lengths
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, WEIGHTS, check_shard
 from nsa_layer.context_parallel.layout import ShardLayout, head_steps
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Collectives, Messages, copy, transport_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
-from nsa_layer.inputs import Arguments, starts_of_lengths
 
 Tensor = torch.Tensor
 Layouts = Sequence[ShardLayout]

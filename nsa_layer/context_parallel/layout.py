@@ -5,7 +5,6 @@ Tokens, compressed blocks and query tiles all have rows. A block or tile belongs
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -103,19 +102,19 @@ def block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -
         (first token, counted from the chunk's start; tokens of each sequence from there on; number of blocks). The
         last sequence ends with its last block.
     """
-    return _block_ranges(lengths, chunk, span, stride)
-
-
-# torch.compile calls it with constants, and does not look inside.
-block_ranges._dynamo_marked_constant = True
+    # A compiler ignores caches, and warns of it.
+    function = _block_ranges.__wrapped__ if torch.compiler.is_compiling() else _block_ranges
+    return function(lengths, chunk, span, stride)
 
 
 @lru_cache(maxsize=256)
 def _block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -> tuple[BlockRange, ...]:
-    ranges, starts = [], (0, *accumulate(lengths))
+    ranges, starts, sequence = [], (0, *accumulate(lengths)), 0
     for begin in range(0, starts[-1], chunk):
         end, first, blocks, tokens = begin + chunk, None, 0, []
-        for s in range(bisect_right(starts, begin) - 1, len(lengths)):
+        while starts[sequence + 1] <= begin:
+            sequence += 1
+        for s in range(sequence, len(lengths)):
             start, stop = starts[s], starts[s + 1]
             if start >= end:
                 break
@@ -152,7 +151,7 @@ class QueryShard(NamedTuple):
             ends: of all sequences.
             cut: leave out keys behind the last query: no query attends to them, and no list names them.
         """
-        end, before = begin + queries.stop - queries.start, bisect_right(ends, begin)
+        end, before = begin + queries.stop - queries.start, sum(end <= begin for end in ends)
         first_key = last_key = token = ends[before - 1] if before else 0
         lengths = []
         for sequence_end in ends[before:]:

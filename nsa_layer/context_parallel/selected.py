@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast
-from nsa_layer.call_spec import CallTensors, ListSpec
+from nsa_layer.call_spec import CallTensors
+from nsa_layer.checks import check_scale
 from nsa_layer.context_parallel import gather
 from nsa_layer.context_parallel.checks import check_list_shard, token_layout
 from nsa_layer.context_parallel.heads import over_heads
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.inputs import check_scale
 
 Tensor = torch.Tensor
 
@@ -51,7 +51,7 @@ def attend(
         return (o, lses[0].mT.contiguous()) if return_lse else o
     if name == "reference":
         raise NotImplementedError("cp: mode='gather' with backend='reference'")
-    spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]))
+    spec = gather.list_spec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]))
     tensors = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
     with autocast.off(q.device):
         o, lse = gather.attend_to_lists(cp, name, tensors, spec=spec)

@@ -8,33 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from nsa_layer import support
-from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors, accumulation_dtype
+from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors, Saved
+from nsa_layer.checks import check_lengths
 from nsa_layer.context_parallel.layout import TILE, QueryShard
 from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.saved import SavedForBackward, first_of, saved_shapes, with_room
-from nsa_layer.inputs import check_lengths
 from nsa_layer.operators.arguments import CONFIG, OF_LAYER, apart, schema_of, spec_of
-from nsa_layer.operators.recorded import gradients_of, leaves_of, recording
-from nsa_layer.operators.registration import OPS, define, refuse_derivatives
+from nsa_layer.operators.registration import define, refuse_derivatives
+from nsa_layer.saved import first_of, saved_shapes, with_room
 
 Tensor = torch.Tensor
 Kept = Sequence[bool]
-FIELDS = len(SavedForBackward._fields)
-NOTHING = SavedForBackward(*[None] * FIELDS)
+FIELDS = len(Saved._fields)
 
 
 def forward(
     tensors: CallTensors, shard: QueryShard, spec: CallSpec, backend: str, kept: Kept, o: Tensor, *, backward: bool
-) -> SavedForBackward:
+) -> Saved:
     """Write the output to o, and return what backward needs: in PyTorch lists, gates and LSEs alone.
 
     Args:
@@ -47,10 +43,11 @@ def forward(
         from nsa_layer.cute import head_groups
 
         return head_groups.forward_groups(*_on_kernels(tensors, shard, spec, kept), backward=backward, o=o)[1][0]
-    output, aux = _in_pytorch(tensors, shard, spec, backend)
+    from nsa_layer import eager
+
+    output, saved = eager.forward(_in_pytorch(tensors, shard, spec), spec=shard.spec(spec))
     o.copy_(output)
-    lses = dict(lse_cmp=aux.lse_cmp, lse_slc=aux.lse_slc, lse_swa=aux.lse_swa)
-    return NOTHING._replace(block_indices=aux.block_indices, g=aux.gates, **lses)
+    return saved
 
 
 def backward(
@@ -60,7 +57,7 @@ def backward(
     backend: str,
     kept: Kept,
     do: Tensor,
-    saved: SavedForBackward,
+    saved: Saved,
     dq: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the differentiable tensors; q's is written to dq. Arguments as for `forward`."""
@@ -69,10 +66,11 @@ def backward(
 
         rows = None if tensors.has_own_window else _window(tensors, shard, spec)[0]
         return head_groups.gradients(do, *_on_kernels(tensors, shard, spec, kept), [saved], dq=dq, window=rows)
-    leaves = leaves_of(tensors.differentiable, [True] * len(DIFFERENTIABLE))
-    with recording():
-        o, _ = _in_pytorch(CallTensors(*leaves, block_indices=saved.block_indices), shard, spec, backend)
-    grads = gradients_of(leaves, [o], [do])
+    from nsa_layer import eager
+
+    grads = list(eager.backward(_in_pytorch(tensors, shard, spec), saved, do, spec=shard.spec(spec)))
+    if tensors.has_own_window:
+        grads[-2:] = (_without_zeros(d, shard, spec) for d in grads[-2:])
     dq.copy_(grads[0])
     return dq, *grads[1:]
 
@@ -96,20 +94,33 @@ def _on_kernels(
     return _with_offset(tensors, shard, spec), packing, spec, MemoryPlan(((0, k.shape[-2]),), tuple(kept))
 
 
-def _in_pytorch(tensors: CallTensors, shard: QueryShard, spec: CallSpec, backend: str) -> tuple[Tensor, Aux]:
-    """The call as other backends take it, whose ``k_win`` has rows for all keys: 0 outside of the window."""
+def _in_pytorch(tensors: CallTensors, shard: QueryShard, spec: CallSpec) -> CallTensors:
+    """The call's tensors for plain PyTorch, whose ``k_win`` has rows for all keys: 0 outside of the window."""
     if tensors.has_own_window:
         window = shard.window(spec)[1]
-        before = [offset - first for offset, (_, first) in zip(shard.offsets, window)]
-        sides = [(at, S - at - n) for (_, S, _), at, (n, _) in zip(shard.lengths, before, window)]
+        sides = [(at, S - at - n) for at, S, n in _window_rows(shard, spec)]
 
         def among_zeros(x: Tensor) -> Tensor:
             parts = x.split([n for n, _ in window], dim=-3)
             return torch.cat([F.pad(part, (0, 0, 0, 0, *each)) for part, each in zip(parts, sides)], dim=-3)
 
         tensors = tensors.map(among_zeros, ("k_win", "v_win"))
-    attend = import_module(support.BACKENDS[backend]).attend
-    return attend(_with_offset(tensors, shard, spec), spec=shard.spec(spec))
+    return _with_offset(tensors, shard, spec)
+
+
+def _without_zeros(d: Tensor | None, shard: QueryShard, spec: CallSpec) -> Tensor | None:
+    """A gradient of ``k_win`` with rows for all keys -> that of the window's rows."""
+    if d is None:
+        return None
+    rows = _window_rows(shard, spec)
+    parts = d.split([S for _, S, _ in rows], dim=-3)
+    return torch.cat([part.narrow(-3, at, n) for part, (at, _, n) in zip(parts, rows)], dim=-3)
+
+
+def _window_rows(shard: QueryShard, spec: CallSpec) -> list[tuple[int, int, int]]:
+    """Of each sequence the first key of the window, all keys, and keys of the window."""
+    window = shard.window(spec)[1]
+    return [(offset - first, S, n) for (_, S, offset), (n, first) in zip(shard.lengths, window)]
 
 
 def _with_offset(tensors: CallTensors, shard: QueryShard, spec: CallSpec) -> CallTensors:
@@ -125,13 +136,13 @@ def _shard(
     o = whole.q.new_empty((*whole.q.shape[:-1], whole.v.shape[-1]))
     with torch.cuda.device_of(o):
         saved = forward(here, shard, spec, backend, kept, o, backward=backward)
-    shapes = _saved_shapes(whole, spec, backend, kept)
-    return o, *(None if of is None else next(apart([with_room(x, of[0])])) for x, of in zip(saved, shapes, strict=True))
+    shapes = saved_shapes(whole, spec=spec, kept=kept, backend=backend)
+    return o, *(None if of is None else next(apart([with_room(x, of)])) for x, of in zip(saved, shapes, strict=True))
 
 
 def _shard_fake(*tensors: Tensor | None, backend: str, kept: Kept, **static: Any) -> tuple[Tensor, ...]:
     call = CallTensors(*tensors)
-    shapes = _saved_shapes(call, spec_of(static, None, listed=call.block_indices is not None), backend, kept)
+    shapes = saved_shapes(call, spec=spec_of(static, call), kept=kept, backend=backend)
     saved = (call.q.new_empty(0) if of is None else call.q.new_empty(of[0], dtype=of[1]) for of in shapes)
     return call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1])), *saved
 
@@ -141,8 +152,8 @@ def _shard_backward(
 ) -> tuple[Tensor | None, ...]:
     whole, saved = CallTensors(*tensors[: len(OF_LAYER)]), tensors[len(OF_LAYER) :]
     here, shard, spec, rows = _shard_of(whole, first, total, backend, static)
-    shapes = _saved_shapes(here, shard.spec(spec), backend, kept, exact=True)
-    saved = SavedForBackward(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, shapes, strict=True)))
+    shapes = saved_shapes(here, spec=shard.spec(spec), kept=kept, backend=backend, exact=True)
+    saved = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, shapes, strict=True)))
     if whole.block_indices is not None:
         saved = saved._replace(block_indices=whole.block_indices)
     with torch.cuda.device_of(do):
@@ -154,8 +165,8 @@ def _shard_backward(
     return tuple(None if d is None or x is None else next(apart([d])) for d, x in zip(grads.values(), whole))
 
 
-def _shard_backward_fake(do: Tensor, *given: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
-    return tuple(do.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[: len(DIFFERENTIABLE)])
+def _shard_backward_fake(do: Tensor, *tensors: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
+    return tuple(do.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors[: len(DIFFERENTIABLE)])
 
 
 def _shard_of(
@@ -167,7 +178,7 @@ def _shard_of(
 
         tensors = tensors.map(readable)
     q, starts, listed = tensors.q, tensors.cu_seqlens, tensors.block_indices is not None
-    spec, ends = spec_of(static, None, listed=listed), (total,)
+    spec, ends = spec_of(static, tensors), (total,)
     if starts is not None:
         lengths = check_lengths(starts, q.new_empty(total, 0), "cu_seqlens", "the ranks")
         spec, ends = replace(spec, lengths=lengths), starts[1:].tolist()
@@ -181,32 +192,17 @@ def _shard_of(
     return tensors._replace(**cut, cu_seqlens=None), shard, spec, rows
 
 
-def _saved_shapes(
-    tensors: CallTensors, spec: CallSpec, backend: str, kept: Kept, *, exact: bool = False
-) -> SavedForBackward:
-    """(shape, dtype) of what `forward` returns, None in place of nothing."""
-    shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=exact)
-    if backend == "cute":
-        return shapes
-    exactly = accumulation_dtype(tensors.q.dtype)
-    lse, g = (shapes.lse_cmp[0], exactly), ((*tensors.q.shape[:-1], 3), exactly)
-    return NOTHING._replace(block_indices=shapes.block_indices, lse_cmp=lse, lse_slc=lse, lse_swa=lse, g=g)
-
-
-def list_operator(
-    tensors: CallTensors, shard: QueryShard, backend: str, kind: str = ""
-) -> tuple[torch._ops.OpOverload, tuple[Tensor | None, ...]]:
-    """The operator of `selected_attention`, or with ``kind="_backward"`` its backward, and the shard's tensors for it.
+def with_starts(tensors: CallTensors, shard: QueryShard) -> CallTensors:
+    """The tensors of a shard of `selected_attention`, as its operator takes them.
 
     The host does not know lengths of packed sequences: starts of the shard's queries are made on their device.
     """
     q, begin, starts = tensors.q, shard.offsets[0], tensors.cu_seqlens
-    op = getattr(OPS, ("selected" if backend == "eager" else "selected_on_kernels") + kind).default
-    lists = (q, tensors.k, tensors.v, tensors.block_indices)
     if starts is None:
-        return op, (*lists, torch.full((len(q),), begin, dtype=torch.int32, device=q.device), None, None)
+        return tensors._replace(q_offset=torch.full((len(q),), begin, dtype=torch.int32, device=q.device))
     offsets = (begin - starts[:-1]).clamp(min=0).to(q.device)
-    return op, (*lists, offsets, starts.clamp(begin, begin + len(q)) - begin, starts)
+    of_queries = starts.clamp(begin, begin + len(q)) - begin
+    return tensors._replace(q_offset=offsets, cu_seqlens=of_queries, cu_seqlens_k=starts)
 
 
 SHARD = "int first, int total, str backend, bool[] kept"

@@ -28,7 +28,6 @@ class ContextParallel:
 
     Attributes:
         group_name, size, rank: the group's name, its number of ranks and this rank among them.
-        rank_and_size: both as one string, which torch.compile never turns into symbolic integers.
 
     Raises:
         TypeError, ValueError: an argument is bad, or this rank is not in the group.
@@ -41,7 +40,6 @@ class ContextParallel:
     group_name: str = field(init=False, repr=False)
     size: int = field(init=False)
     rank: int = field(init=False)
-    rank_and_size: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -59,7 +57,6 @@ class ContextParallel:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
         fields = dict(group=group, group_name=group.group_name, size=group.size(), rank=group.rank())
-        fields["rank_and_size"] = f"{group.rank()} of {group.size()}"
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 

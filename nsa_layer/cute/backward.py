@@ -9,13 +9,12 @@ import torch
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend, attend_selected
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
 from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.pooling.mean_pool import unpool
@@ -39,7 +38,7 @@ class WeightGradients(NamedTuple):
 def backward(
     tensors: CallTensors,
     packing: Packing | None,
-    saved: SavedForBackward,
+    saved: Saved,
     do: Tensor,
     dq: Tensor,
     dk: Tensor,

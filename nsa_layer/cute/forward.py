@@ -10,11 +10,10 @@ import torch
 from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
 from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.topk_dispatch import block_topk, token_topk
@@ -60,7 +59,7 @@ def forward(
     kept: tuple[bool, bool, bool],
     pages: Pages | None = None,
     side_stream: SideStream | None = None,
-) -> SavedForBackward:
+) -> Saved:
     """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
 
     Args:
@@ -106,7 +105,7 @@ def forward(
         g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]
     outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), kept))
     made = (x if given is None else None for x, given in ((k_cmp, tensors.k_cmp), (v_cmp, tensors.v_cmp)))
-    return SavedForBackward(indices, counts, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+    return Saved(indices, counts, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
 
 
 def _compressed(

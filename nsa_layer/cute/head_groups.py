@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nsa_layer import determinism
-from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors
+from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors, Saved
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.fork import require_patched
@@ -27,7 +27,6 @@ require_patched()
 
 from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Pages, forward  # noqa: E402
-from nsa_layer.cute.saved import SavedForBackward  # noqa: E402
 from nsa_layer.cute.side_stream import SideStream  # noqa: E402
 from nsa_layer.kernels.launch import readable  # noqa: E402
 
@@ -42,8 +41,8 @@ def forward_groups(
     *,
     backward: bool,
     o: Tensor | None = None,
-    keep: Callable[[SavedForBackward, tuple[int, int]], None] | None = None,
-) -> tuple[Tensor, list[SavedForBackward]]:
+    keep: Callable[[Saved, tuple[int, int]], None] | None = None,
+) -> tuple[Tensor, list[Saved]]:
     """o, which is written where it is given, and what each group of heads leaves to its backward, if there will be one.
 
     Args:
@@ -59,9 +58,9 @@ def _forward_groups(
     spec: CallSpec,
     plan: MemoryPlan,
     o: Tensor | None = None,
-    keep: Callable[[SavedForBackward, tuple[int, int]], None] | None = None,
+    keep: Callable[[Saved, tuple[int, int]], None] | None = None,
     **more: Any,
-) -> tuple[Tensor, list[SavedForBackward]]:
+) -> tuple[Tensor, list[Saved]]:
     (q, k, v), parts = tensors[:3], []
     keep = keep or (lambda part, _: parts.append(part))
     o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
@@ -100,7 +99,7 @@ def gradients(
     packing: Packing | None,
     spec: CallSpec,
     plan: MemoryPlan,
-    saved: Iterable[SavedForBackward],
+    saved: Iterable[Saved],
     *,
     dq: Tensor | None = None,
     window: slice | None = None,
@@ -184,7 +183,7 @@ def _narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None
     return x.narrow(dim, heads[0], heads[1] - heads[0])
 
 
-def joined_aux(parts: list[SavedForBackward], q: Tensor, *, unions: bool) -> tuple[Tensor, ...]:
+def joined_aux(parts: list[Saved], q: Tensor, *, unions: bool) -> tuple[Tensor, ...]:
     """`Aux`'s fields for all heads."""
     packed = q.dim() == 3
     heads_dim = 0 if packed else 1

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer.call_spec import ListSpec
+from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors, Saved
 from nsa_layer.fork import require_patched
 from nsa_layer.warm_up.api import compile_missing
 from nsa_layer.warm_up.shapes import ListsShape
@@ -32,33 +32,46 @@ Tensor = torch.Tensor
 START = 64  # rows that row sums of packed sequences start at multiples of
 
 
-def placed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    q_offset: Tensor | int | None,
-    *starts: Tensor | None,
-    spec: ListSpec,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Extents]:
-    """A call's tensors as kernels read them."""
-    q, k, v = map(readable, (q, k, v))
-    rows = q.shape[-2] // block_indices.shape[-2]
-    return q, k, v, block_indices, Extents.of_lists(q, k, rows, q_offset, spec, *starts)
+def forward(tensors: CallTensors, spec: CallSpec, *, needs_grad: bool) -> tuple[Tensor, Saved]:
+    """o, and the log-sum-exp.
+
+    Args:
+        needs_grad: there will be a backward.
+    """
+    (q, k, v), block_indices, extents = _readable(tensors, spec)
+    with _compiled_together(q, k, block_indices, extents, spec, backward=needs_grad):
+        o, lse = attend(q, k, v, block_indices, extents, spec)
+    return o, Saved(lse_slc=lse)
 
 
-def compiled_together(
-    q: Tensor, k: Tensor, block_indices: Tensor, extents: Extents, spec: ListSpec, *, backward: bool
+def backward(tensors: CallTensors, spec: CallSpec, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the differentiable tensors."""
+    (q, k, v), block_indices, extents = _readable(tensors, spec)
+    with _compiled_together(q, k, block_indices, extents, spec, backward=True):
+        found = gradients(extents, spec, do, q, k, v, block_indices, o, lse)
+    return *found, *[None] * (len(DIFFERENTIABLE) - 3)
+
+
+def _readable(tensors: CallTensors, spec: CallSpec) -> tuple[tuple[Tensor, ...], Tensor, Extents]:
+    q, k, v = map(readable, tensors[:3])
+    starts = (tensors.cu_seqlens, tensors.cu_seqlens_k) if spec.bound is not None else ()
+    extents = Extents.of_lists(q, k, tensors.q_heads_per_list, tensors.q_offset, spec, *starts)
+    return (q, k, v), tensors.block_indices, extents
+
+
+def _compiled_together(
+    q: Tensor, k: Tensor, block_indices: Tensor, extents: Extents, spec: CallSpec, *, backward: bool
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled side by side, before the first is launched."""
     shapes = (tuple(x.shape) for x in (q, k, block_indices))
     if spec.bound is not None:  # kernels for others of these bounds are the same
-        spec = replace(spec, lengths=(spec.bound, (len(q) - spec.bound[0], len(k) - spec.bound[1])), bound=None)
+        of_q, of_k = (spec.bound, len(q) - spec.bound), (len(k), 0)
+        spec = replace(spec, lengths=of_q, lengths_k=of_k, bound=None)
     return compile_missing(lambda: ListsShape(*shapes, q.dtype, spec, extents.q_offset is not None, backward))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, extents: Extents, spec: ListSpec
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, extents: Extents, spec: CallSpec
 ) -> tuple[Tensor, Tensor]:
     """o and the LSE."""
     with component("lists"):
@@ -76,10 +89,9 @@ def forward(
         return repeated_calls.attend(q, k, v, block_sparse_tensors=lists, **options)
 
 
-def backward(extents: Extents, spec: ListSpec, do: Tensor, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(extents: Extents, spec: CallSpec, do: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    q, k, v, block_indices, o, lse, q_offset = saved
-    extents, do = extents._replace(q_offset=q_offset), readable(do)
+    (q, k, v, block_indices, o, lse), do = saved, readable(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     count = extents.tokens if extents.cu_seqlens is None else extents.tokens + START * (len(extents.cu_seqlens) - 1)
     shape = (*q.shape[:-3], q.shape[-2], -(-count // START) * START)

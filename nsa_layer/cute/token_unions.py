@@ -9,7 +9,7 @@ import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
-from nsa_layer.call_spec import CallSpec, ListSpec
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.memory_plan import rows_of_item
 from nsa_layer.cute.packing import Packing, starts_of
@@ -68,7 +68,7 @@ class Extents(NamedTuple):
         k: Tensor,
         rows: int,
         q_offset: Tensor | int | None,
-        spec: ListSpec,
+        spec: CallSpec,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> Extents:
@@ -80,27 +80,26 @@ class Extents(NamedTuple):
         """
         if spec.bound is not None:
             return cls._bounded(q, k, rows, q_offset, spec, cu_seqlens, cu_seqlens_k)
-        lengths = spec.lengths or ((q.shape[1], k.shape[1]),) * q.shape[0]
-        of_q, of_k = zip(*lengths)
+        of_q, of_k = spec.lengths or (q.shape[1],) * q.shape[0], spec.key_lengths or (k.shape[1],) * q.shape[0]
         numbers, more = {}, {}
         if spec.lengths is not None:
             counts = dict(
                 cu_seqlens=of_q,
                 cu_seqlens_k=of_k,
-                cu_lists=[-(-T // spec.q_tile) for T in of_q],
+                cu_lists=list(map(spec.config.num_tiles, of_q)),
                 cu_tiles=[-(-T * rows // ROWS) for T in of_q],
-                cu_blocks=[-(-S // spec.block_size) for S in of_k],
+                cu_blocks=list(map(spec.config.num_blocks, of_k)),
             )
             numbers = {name: (*accumulate(count, initial=0),) for name, count in counts.items()}
             more = dict(tiles=numbers["cu_tiles"][-1], blocks=numbers["cu_blocks"][-1])
         if spec.causal and isinstance(q_offset, Tensor):
             more["q_offset"] = q_offset.contiguous()
         elif spec.causal:
-            first = tuple(S - T if q_offset is None else q_offset for T, S in lengths)
+            first = tuple(S - T if q_offset is None else q_offset for T, S in zip(of_q, of_k))
             if any(first) or of_q != of_k:
                 numbers["q_offset"] = first
         found = dict(zip(numbers, numbers_on(tuple(numbers.values()), q.device))) if numbers else {}
-        static = (spec.block_size, spec.q_tile, spec.causal)
+        static = (spec.config.block_size, spec.q_tile, spec.causal)
         return cls(*static, q.shape[-3], max(of_q), max(of_k), **found, **more)
 
     @classmethod
@@ -110,11 +109,11 @@ class Extents(NamedTuple):
         k: Tensor,
         rows: int,
         q_offset: Tensor | int | None,
-        spec: ListSpec,
+        spec: CallSpec,
         cu_seqlens: Tensor,
         cu_seqlens_k: Tensor | None,
     ) -> Extents:
-        sequences, block_size, q_tile = len(cu_seqlens) - 1, spec.block_size, spec.q_tile
+        sequences, block_size, q_tile = len(cu_seqlens) - 1, spec.config.block_size, spec.q_tile
         of_keys = (1, 0, 1), (1, block_size - 1, block_size)
         tokens, lists, tiles, keys, blocks = starts_of(
             cu_seqlens, ((1, 0, 1), (1, q_tile - 1, q_tile), (rows, ROWS - 1, ROWS), *of_keys)
@@ -131,7 +130,7 @@ class Extents(NamedTuple):
             q_offset = q_offset.contiguous()
         starts = (tokens, keys, lists, tiles, blocks)
         totals = (q.shape[0] * rows // ROWS + sequences, k.shape[0] // block_size + sequences)
-        return cls(block_size, q_tile, spec.causal, q.shape[0], *spec.bound, q_offset, *starts, *totals)
+        return cls(block_size, q_tile, spec.causal, q.shape[0], spec.bound, k.shape[0], q_offset, *starts, *totals)
 
     def named(self, *names: str) -> dict[str, object]:
         """These attributes, as keyword arguments."""

@@ -1,7 +1,6 @@
-"""A call of all heads on the kernels as an operator has it: functions of tensors and numbers, outputs of known shapes.
+"""A call of all heads on the kernels: groups of heads one after the other, and what they save as one.
 
-What forward saves is joined over groups of heads. Of packed sequences it has rows for as many blocks, tiles and lists
-as any lengths could have: shapes follow from shapes.
+What forward saves is joined over groups of heads.
 """
 
 from __future__ import annotations
@@ -10,50 +9,37 @@ from collections.abc import Sequence
 
 import torch
 
-from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors
+from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors, Saved
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory, split_heads
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.saved import SavedForBackward, first_of, has_room, saved_shapes, with_room
+from nsa_layer.saved import saved_shapes
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
 
 
-def attend(
-    tensors: CallTensors,
-    *,
-    spec: CallSpec,
-    plan: MemoryPlan,
-    needs_grad: bool,
-    room: bool = True,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """o, and the fields of `SavedForBackward` for all heads, with the shapes of `saved_shapes`.
+def attend(tensors: CallTensors, *, spec: CallSpec, plan: MemoryPlan, needs_grad: bool) -> tuple[Tensor, Saved]:
+    """o, and what backward needs for all heads; lists of the caller's are left out.
 
     Args:
         needs_grad: there will be a backward.
-        room: False for exact shapes, and any strides.
     """
     from nsa_layer.cute import head_groups
 
     tensors, packing = _readable(tensors, spec)
     if len(plan.groups) == 1:
         o, (saved,) = head_groups.forward_groups(tensors, packing, spec, plan, backward=needs_grad)
-        if tensors.block_indices is not None:
-            saved = saved._replace(block_indices=None)
-        if not room:
-            return o, list(saved)
-        if not has_room(tensors, spec):
-            return o, [None if x is None else x.contiguous() for x in saved]
-        shapes = saved_shapes(tensors, spec=spec, kept=plan.kept)
-        return o, [None if x is None else with_room(x, of[0]) for x, of in zip(saved, shapes, strict=True)]
-    shapes = saved_shapes(tensors, spec=spec, kept=plan.kept, exact=not room)
+        return o, saved if tensors.block_indices is None else saved._replace(block_indices=None)
     q, Hkv = tensors.q, tensors.k.shape[-2]
-    joined = [
-        None if of is None else q.new_full(of[0], 0 if of[1].is_floating_point else -1, dtype=of[1]) for of in shapes
-    ]
+    joined = Saved(
+        *(
+            None if of is None else q.new_full(of[0], 0 if of[1].is_floating_point else -1, dtype=of[1])
+            for of in saved_shapes(tensors, spec=spec, kept=plan.kept, exact=True)
+        )
+    )
 
-    def join(saved: SavedForBackward, group: tuple[int, int]) -> None:
+    def join(saved: Saved, group: tuple[int, int]) -> None:
         for field, (x, into) in enumerate(zip(saved, joined, strict=True)):
             if into is not None:
                 into = _of_group(into, _heads_dim(field, spec), group, Hkv)
@@ -63,34 +49,26 @@ def attend(
 
 
 def gradients(
-    do: Tensor,
-    tensors: CallTensors,
-    saved: Sequence[Tensor | None],
-    *,
-    spec: CallSpec,
-    plan: MemoryPlan,
-) -> list[Tensor | None]:
-    """The gradients of the differentiable tensors, from the fields that `attend` gave."""
+    do: Tensor, tensors: CallTensors, saved: Saved, *, spec: CallSpec, plan: MemoryPlan
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the differentiable tensors, from what `attend` gave."""
     from nsa_layer.cute import head_groups
 
     tensors, packing = _readable(tensors, spec)
-    if has_room(tensors, spec):
-        shapes = saved_shapes(tensors, spec=spec, kept=plan.kept, exact=True)
-        saved = [None if of is None else first_of(x, of[0]) for x, of in zip(saved, shapes, strict=True)]
 
-    def saved_of(group: tuple[int, int]) -> SavedForBackward:
-        part = SavedForBackward(*saved)
+    def saved_of(group: tuple[int, int]) -> Saved:
+        part = saved
         if len(plan.groups) > 1:
             parts = (_of_group(x, _heads_dim(i, spec), group, tensors.k.shape[-2]) for i, x in enumerate(saved))
-            part = SavedForBackward(*(None if x is None else x.contiguous() for x in parts))
+            part = Saved(*(None if x is None else x.contiguous() for x in parts))
         lists = head_groups.head_group(tensors, *group).block_indices
         return part if lists is None else part._replace(block_indices=lists)
 
-    return list(head_groups.gradients(do, tensors, packing, spec, plan, map(saved_of, plan.groups)))
+    return head_groups.gradients(do, tensors, packing, spec, plan, map(saved_of, plan.groups))
 
 
 def _heads_dim(field: int, spec: CallSpec) -> int:
-    """The dimension of heads in a field of `SavedForBackward`."""
+    """The dimension of heads in a field of `Saved`."""
     return -3 if field == 0 and not reads_unions(spec.config, listed=spec.listed) else -2
 
 

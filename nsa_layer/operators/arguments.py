@@ -8,22 +8,20 @@ from typing import Any
 
 import torch
 
-from nsa_layer.call_spec import CallSpec, CallTensors, ListSpec
-from nsa_layer.config import NSAConfig
-from nsa_layer.inputs import check_list_count, check_lists
+from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors
+from nsa_layer.checks import check_list_count, check_lists
+from nsa_layer.config import ListConfig, NSAConfig
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
-OF_LAYER = CallTensors._fields[:-1]
-OF_BRANCHES = tuple(name for name in OF_LAYER if name not in ("gate_weight", "gates"))
+Lengths = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+OF_LAYER = CallTensors._fields
 CONFIG = (
     "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
     "int compress_offset, int init_blocks, int local_blocks, bool deterministic, str rule, bool causal, "
-    "float softmax_scale"
+    "float softmax_scale, str branches"
 )
 NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
-LISTS = "Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? q_offset, Tensor? cu_seqlens, Tensor? cu_seqlens_k"
-LIST_CONFIG = "int block_size, int q_tile, bool causal, float softmax_scale"
 
 
 def schema_of(names: Sequence[str]) -> str:
@@ -34,18 +32,21 @@ def schema_of(names: Sequence[str]) -> str:
 def static_arguments(spec: CallSpec) -> dict[str, Any]:
     """The arguments of the operators that are no tensors, in their order."""
     sizes = dict(compress_size=spec.config.span, compress_stride=spec.config.stride, compress_offset=spec.config.offset)
-    more = dict(causal=spec.causal, softmax_scale=spec.softmax_scale)
-    return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-2]} | more
+    more = dict(causal=spec.causal, softmax_scale=spec.softmax_scale, branches=" ".join(spec.branches))
+    return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-3]} | more
 
 
-def spec_of(static: dict[str, Any], lengths: tuple[int, ...] | None, *, listed: bool = False) -> CallSpec:
-    return _call_spec(tuple(map(static.__getitem__, NAMES)), lengths, listed)
+def spec_of(static: dict[str, Any], tensors: CallTensors, lengths: Lengths = (None, None)) -> CallSpec:
+    """The static side of a call; lengths are of queries and of keys."""
+    return _call_spec(tuple(map(static.__getitem__, NAMES)), lengths, tensors.block_indices is not None)
 
 
 @lru_cache(maxsize=256)
-def _call_spec(static: tuple[Any, ...], lengths: tuple[int, ...] | None, listed: bool) -> CallSpec:
-    *of_config, causal, softmax_scale = static
-    return CallSpec(NSAConfig(**dict(zip(NAMES, of_config))), causal, softmax_scale, lengths, listed=listed)
+def _call_spec(static: tuple[Any, ...], lengths: Lengths, listed: bool) -> CallSpec:
+    *of_config, causal, softmax_scale, branches = static
+    of, branches = dict(zip(NAMES, of_config)), tuple(branches.split())
+    config = (ListConfig if branches == SELECTED_ALONE else NSAConfig)(**of)
+    return CallSpec(config, causal, softmax_scale, *lengths, listed=listed, branches=branches)
 
 
 def without_room(tensors: CallTensors, spec: CallSpec) -> CallTensors:
@@ -60,22 +61,13 @@ def without_room(tensors: CallTensors, spec: CallSpec) -> CallTensors:
 
 
 def check_lists_of(
-    block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec, cu_seqlens: Tensor | None = None
+    block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec, cu_seqlens: Tensor | None = None
 ) -> None:
     """`check_lists`, as far as the host knows lengths."""
     if spec.bound is not None:
         check_list_count(block_indices, q, cu_seqlens, spec.q_tile)
     else:
         check_lists(block_indices, q, k.shape[-2], spec.num_lists(q), packed=spec.lengths is not None)
-
-
-def choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSAConfig) -> tuple[int, ...]:
-    """Room for the chosen blocks, whatever the lengths."""
-    heads = q.shape[-2] if config.rule == "seed" else k.shape[-2]
-    width, tiles = config.list_room(q.shape[-3]), config.num_tiles(q.shape[-3])
-    if cu_seqlens is None:
-        return q.shape[0], tiles, heads, width
-    return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, heads, width
 
 
 def lengths_of(starts: Tensor) -> tuple[int, ...] | None:
@@ -91,21 +83,18 @@ def stay_on_gpu(starts: Tensor | None) -> bool:
     return starts is not None and starts.numel() > 0 and starts.device.type == "cuda"
 
 
-def copied(cu_seqlens: Tensor | None, q: Tensor | None = None, *, left: bool = False) -> Tensor:
-    """A copy of starts, since a caller may refill its own; empty where there are none.
-
-    On the CPU, unless starts are left on the GPU; an empty one on q's device where q is given, since a graph with
-    anything on the CPU is no CUDA graph.
-    """
-    if cu_seqlens is None:
-        return torch.empty(0, dtype=torch.int32, device="cpu" if q is None else q.device)
-    return cu_seqlens.clone() if left else cu_seqlens.to("cpu", copy=True)
+def copied(starts: Tensor | None, q: Tensor, *, left: bool) -> Tensor:
+    """A copy of starts, since a caller may refill its own, on the CPU unless they are left on the GPU; empty where
+    there are none, on q's device, since a graph with anything on the CPU is no CUDA graph."""
+    if starts is None:
+        return q.new_empty(0, dtype=torch.int32)
+    return starts.clone() if left else starts.to("cpu", copy=True)
 
 
-def copied_fake(like: Tensor, cu_seqlens: Tensor | None, *, on_kernels: bool = False, left: bool = False) -> Tensor:
-    if cu_seqlens is None:
-        return like.new_empty(0, dtype=torch.int32, device=like.device if on_kernels else "cpu")
-    return cu_seqlens.new_empty(cu_seqlens.shape, device=cu_seqlens.device if left else "cpu")
+def copied_fake(starts: Tensor | None, q: Tensor, *, left: bool) -> Tensor:
+    if starts is None:
+        return q.new_empty(0, dtype=torch.int32)
+    return starts.new_empty(starts.shape, device=starts.device if left else "cpu")
 
 
 def apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -39,15 +39,14 @@ def needs_dispatcher(tensors: Tensors = ()) -> bool:
 
 def register(
     name: str,
-    backend: str,
     *,
     schema: str,
-    compute: Callable[..., tuple[Tensor, ...]],
+    compute: Callable[..., tuple[Tensor | None, ...]],
     fake: Callable[..., tuple[Tensor, ...]],
     outputs: int,
-    gradients: Callable[..., tuple[Tensor, ...]],
+    gradients: Callable[..., tuple[Tensor | None, ...]],
     saved: str,
-    keep: Callable[[Tensors, Tensors], Tensors],
+    keep: Callable[[Sequence[Any], Tensors], Tensors],
     differentiable: int,
     differentiated: int,
     direct: Callable[..., tuple[Tensor | None, ...]] | None = None,
@@ -60,7 +59,7 @@ def register(
         schema: arguments; tensors come before the star.
         outputs: number of them; the first `differentiated` have gradients.
         saved: arguments of backward beside gradients and the first `differentiable` inputs, whose gradients it gives.
-        keep: tensors of backward's arguments beside gradients, from inputs and outputs.
+        keep: tensors of backward's arguments beside gradients, from all arguments and outputs.
         direct: computes calls without the dispatcher, whose outputs may have other shapes.
     """
     tensors, config = schema.split(", *, ")
@@ -75,59 +74,57 @@ def register(
     count, may_be_none = len(tensors.split(", ")), ["?" in each for each in f"{inputs}, {saved}".split(", ")]
 
     class Differentiable(derivatives.ReverseMode):
-        """The outputs that have gradients, and their backward; the call keeps the other outputs."""
+        """The operator, or a function that computes the same, and its backward."""
 
         @staticmethod
-        def forward(compute: Callable, call: _Call, *args: Any) -> tuple[Tensor, ...]:
-            made = compute(*args)
-            call.rest = made[differentiated:]
-            return made[:differentiated]
+        def forward(compute: Callable, *args: Any) -> tuple[Tensor | None, ...]:
+            return compute(*args)
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-            _, call, *args = inputs
-            ctx.dispatched, ctx.static = call.dispatched, args[count:]
-            ctx.save_for_backward(*keep(args[:count], (*output, *call.rest)))
+        def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
+            compute, *args = inputs
+            ctx.dispatched, ctx.static = compute is not direct, args[count:]
+            ctx.save_for_backward(*keep(args, output))
+            ctx.mark_non_differentiable(*(x for x in output[differentiated:] if x is not None))
             ctx.set_materialize_grads(False)
 
         @staticmethod
         def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-            needs = ctx.needs_input_grad[2 : 2 + differentiable]
+            given, needs = given[:differentiated], ctx.needs_input_grad[1 : 1 + differentiable]
             if all(do is None for do in given):
                 return (None,) * len(ctx.needs_input_grad)
             run, saved = gradients, ctx.saved_tensors
             if ctx.dispatched or needs_dispatcher(given):
                 run, saved = op_backward, map(_filled, saved, may_be_none, repeat(saved[0]))
-            found = derivatives.first_derivatives(backend, run, *given, *saved, *ctx.static, needs)
+            found = derivatives.first_derivatives(run, *given, *saved, *ctx.static, needs)
             found = (d if need else None for d, need in zip(found, needs, strict=True))
-            return None, None, *found, *(None,) * (len(ctx.needs_input_grad) - 2 - differentiable)
+            return None, *found, *(None,) * (len(ctx.needs_input_grad) - 1 - differentiable)
 
     def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*args)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:count]):
-            call, below = _Call(dispatched=True), partial(_below_autograd, op, compute, keys)
-            return *derivatives.apply_here(Differentiable, below, call, *args), *call.rest
-        return _below_autograd(op, compute, keys, *args)
+        below = partial(_below_autograd, op, compute, keys)
+        return derivatives.apply_here(Differentiable, below, *args) if _needs_grad(args[:count]) else below(*args)
 
     def without_dispatcher(*args: Any) -> tuple[Tensor | None, ...]:
         if needs_dispatcher(args[:count]):
             return op(*args)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:count]):
-            call = _Call(dispatched=False)
-            return *derivatives.apply_here(Differentiable, direct, call, *args), *call.rest
+        if _needs_grad(args[:count]):
+            return derivatives.apply_here(Differentiable, direct, *args)
         with torch.no_grad():
             return direct(*args)
 
     def autograd_of_backward(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*args)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            below = partial(_below_autograd, op_backward, whole, keys)
-            return derivatives.apply_here(derivatives.FirstDerivatives, below, backend, *args)
-        return _below_autograd(op_backward, whole, keys, *args)
+        below = partial(_below_autograd, op_backward, whole, keys)
+        return derivatives.apply_here(derivatives.FirstDerivatives, below, *args) if _needs_grad(args) else below(*args)
 
     LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     LIBRARY.impl(f"{name}_backward", autograd_of_backward, "Autograd", with_keyset=True)
     return without_dispatcher
+
+
+def _needs_grad(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
 def define(
@@ -158,7 +155,7 @@ def refuse_derivatives(op: torch._ops.OpOverload, compute: Callable[..., tuple[T
 
     def autograd(keys: DispatchKeySet, *args: Any, **static: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*args)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        if _needs_grad(args):
             raise RuntimeError(f"{op.name()} has no derivatives of its own: call nsa")
         return _below_autograd(op, compute, keys, *args, **static)
 
@@ -179,13 +176,6 @@ def _filled(x: Tensor | None, may_be_none: bool, like: Tensor) -> Tensor | None:
 
 def _refuse_vmap(*_: Any, **__: Any) -> None:
     raise NotImplementedError(derivatives.VMAP)
-
-
-class _Call:
-    """A call that has derivatives: True if the dispatcher makes it, and what it makes that has none."""
-
-    def __init__(self, dispatched: bool) -> None:
-        self.dispatched, self.rest = dispatched, ()
 
 
 def _below_autograd(

@@ -199,16 +199,16 @@ def _make_layer(call: CallShape) -> None:
 
 
 def _make_listed(call: ListsShape) -> None:
-    from nsa_layer.cute.selected_alone import Extents, backward, forward
+    from nsa_layer.cute.selected_alone import Extents, attend, gradients
 
     q, k = (_fake(*shape, dtype=call.dtype) for shape in (call.q, call.k))
     lists = _fake(*call.lists, dtype=torch.int32)
     sequences = len(call.spec.lengths) if call.spec.lengths else len(q)
     offset = _fake(sequences, dtype=torch.int32) if call.offset else None
     extents = Extents.of_lists(q, k, q.shape[-2] // lists.shape[-2], offset, call.spec)
-    o, lse = forward(q, k, k, lists, extents, call.spec)
+    o, lse = attend(q, k, k, lists, extents, call.spec)
     if call.backward:
-        backward(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, extents.q_offset)
+        gradients(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse)
 
 
 def _make_cached(call: CachedShape) -> None:

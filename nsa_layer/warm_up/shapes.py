@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nsa_layer.cached_call import CachedCall
-from nsa_layer.call_spec import CallSpec, CallTensors, ListSpec
+from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes
 
@@ -100,7 +100,7 @@ class ListsShape:
     k: tuple[int, ...]
     lists: tuple[int, ...]
     dtype: torch.dtype
-    spec: ListSpec
+    spec: CallSpec
     offset: bool
     backward: bool
 

@@ -37,11 +37,12 @@ def main(argv: list[str]) -> int:
     print("floors: {:.3g} TB/s, {:.3g} and {:.3g} TFLOP/s forward and backward\n".format(*rates))
     document = provenance("profile", argv, cases[0].device) | dict(ceilings=asdict(at), calls=[])
     for shape, backend in zip(cases, backends):
-        measured, floors = profile(shape, backend, repeats=args.repeats, rows=args.rows), work(shape, backend)
+        measured, floors = profile(shape, backend, repeats=args.repeats), work(shape, backend)
         gated = "ungated" if args.ungated else "gated"
         title = f"{backend} on {shape.device}, {shape.describe()}, {gated}, {shape.data} data"
-        second = measured.operators or kernel_table(measured.kernels, rows=args.rows)
-        print(f"{title}\n\n{component_table(measured, floors, at)}\n\n{second}\n", flush=True)
+        tables = [component_table(measured, floors, at)]
+        tables += [kernel_table(measured.kernels, rows=args.rows)] if measured.kernels else []
+        print("\n\n".join((title, *tables)) + "\n", flush=True)
         document["calls"].append(dict(title=title, whole_ms=measured.whole_ms, rows=as_data(measured, floors, at)))
         if args.json:
             write_json(args.json, document)
@@ -117,5 +118,5 @@ def _parser() -> CommandParser:
     add_shape_options(parser, seqlen=[8192 if torch.cuda.is_available() else 1024])
     add_ungated(parser)
     parser.add_argument("--repeats", type=int, default=5, help="calls whose median is shown (default: 5)")
-    parser.add_argument("--rows", type=int, default=15, help="kernels (operators, on a CPU) shown (default: 15)")
+    parser.add_argument("--rows", type=int, default=15, help="kernels shown, on a GPU (default: 15)")
     return parser

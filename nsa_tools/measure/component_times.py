@@ -14,7 +14,7 @@ import torch
 from nsa_layer.api import nsa
 from nsa_layer.profiler_ranges import COMPONENTS, observed
 from nsa_tools.measure.kernel_trace import Kernel, record
-from nsa_tools.measure.peak_memory import OTHER, quiet_profiler
+from nsa_tools.measure.peak_memory import OTHER
 from nsa_tools.measure.timing import lap_times
 from nsa_tools.shape import Shape
 
@@ -40,13 +40,11 @@ class Profile:
         parts: in the order of `COMPONENTS`, forward first.
         whole_ms: by direction, by a clock without the profiler.
         kernels: of the last call; none on a CPU.
-        operators: PyTorch's table of its operators in one call on a CPU.
     """
 
     parts: Parts
     whole_ms: dict[str, float]
     kernels: list[Kernel]
-    operators: str
 
 
 class HostClock:
@@ -69,8 +67,8 @@ class HostClock:
                 self.open[-1] += spent
 
 
-def profile(shape: Shape, backend: str, *, repeats: int, rows: int) -> Profile:
-    """Profile some calls of one shape; `rows` is the length of the table of operators."""
+def profile(shape: Shape, backend: str, *, repeats: int) -> Profile:
+    """Profile some calls of one shape."""
     inputs, do, options = shape.inputs(), shape.output_gradient(), shape.options()
     kept: list[torch.Tensor] = []
 
@@ -94,8 +92,8 @@ def profile(shape: Shape, backend: str, *, repeats: int, rows: int) -> Profile:
     whole = {way: statistics.median(lap[i] for lap in laps) for i, way in enumerate(phases)}
     if shape.device.startswith("cuda"):
         rounds, kernels = on_gpu(phases, repeats)
-        return Profile(medians(rounds), whole, kernels, "")
-    return Profile(medians(on_host(phases, repeats)), whole, [], _operators(step, rows))
+        return Profile(medians(rounds), whole, kernels)
+    return Profile(medians(on_host(phases, repeats)), whole, [])
 
 
 def on_host(phases: dict[str, Callable[[], object]], repeats: int) -> list[Parts]:
@@ -140,10 +138,3 @@ def medians(rounds: list[Parts]) -> Parts:
         own = [parts.get(key, Part(0.0)) for parts in rounds]
         ordered[key] = Part(statistics.median(p.ms for p in own), max(p.launches for p in own))
     return ordered
-
-
-def _operators(step: Callable[[], object], rows: int) -> str:
-    quiet_profiler()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step()
-    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=60)

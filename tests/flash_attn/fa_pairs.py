@@ -13,30 +13,22 @@ from fuzz.attention import Tensors, dense
 
 @dataclass(frozen=True)
 class TokenCase:
-    """A call with lists by token.
+    """A call with lists by token."""
 
-    Attributes:
-        lengths: queries of the sequences: of a batch if `packed` is not set.
-        past: keys before the first query, in every sequence.
-        by_head: a list for each query head.
-        n: entries of a list; some are padding, and some are there twice.
-        cap: tokens of a work tile at most.
-    """
-
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # queries of the sequences: of a batch if `packed` is not set
     G: int
     D: int = 128
     Hkv: int = 1
-    n: int = 4
+    n: int = 4  # entries of a list; some are padding, and some are there twice
     block: int = 64
-    cap: int = 4096
+    cap: int = 4096  # tokens of a work tile at most
     causal: bool = True
     packed: bool = False
     add: bool = False
     dtype: str = "bfloat16"
     start: int = 64
-    past: int = 0
-    by_head: bool = False
+    past: int = 0  # keys before the first query, in every sequence
+    by_head: bool = False  # a list for each query head
     seed: int = 0
 
     @property

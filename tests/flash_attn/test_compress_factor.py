@@ -1,24 +1,13 @@
 """compress_factor and compress_offset: refusals, kernels, and numbers."""
 
-import hashlib
-import importlib.util
-import os
-import re
-import struct
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import OPTIONS, Case, attend, backward, compile_case, in_order, make_inputs, outputs, swept
-from fa_compile import Worker, built_kernels, noted, shared_worker
+from fa_cases import OPTIONS, Case, attend, backward, compile_case, in_order, make_inputs, outputs
+from fa_compile import Worker, built_kernels, noted
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
-from fa_cubin import cubins
 from fa_reference import assert_bits_repeat, assert_case, assert_close, reference, results
 
 from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, CompressArgs, compression, refuse_unsupported
@@ -213,100 +202,3 @@ def test_split_keys() -> None:
         )
         exact, plain = reference(case, x, torch.float64), reference(case, x, torch.bfloat16)
         assert_close(f"o of {case!r}", o, exact["o"], plain["o"])
-
-
-# What runs in a worker is imported there with upstream's package, so nothing here may ask for ours.
-
-
-PACKED = Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4)
-WINDOW = Case(window=(64, 0))
-CASES = swept([Case(window=(4096, 0)), Case(D=96, window=(4096, 0)), Case(D=128, causal=True), PACKED, WINDOW], 5)
-BOUNDED = "loads end where a packed sequence does"
-OUR_OWN = {
-    ("sm_90", PACKED): {"FlashAttentionForwardSm90": BOUNDED, "FlashAttentionBackwardSm90": BOUNDED},
-    ("sm_100", PACKED): {"FlashAttentionForwardSm100": BOUNDED, "FlashAttentionBackwardSm100": BOUNDED},
-    ("sm_90", WINDOW): {"FlashAttentionForwardSm90": "tiles of a short window overlap"},
-}
-
-
-@pytest.fixture(scope="session")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as upstream publishes it."""
-    from patches.materialise import load_pin, repository
-    from patches.wheel import fetch, package_files
-
-    folder = tmp_path_factory.mktemp("stock")
-    for name, content in package_files(fetch(load_pin(repository()))).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(arch, marks=[pytest.mark.xdist_group(arch), *marks])
-        for arch, marks in (("sm_90", ()), ("sm_100", [pytest.mark.sweep]))
-    ],
-)
-def workers(request: pytest.FixtureRequest, stock: Path) -> Iterator[tuple[Worker, Worker]]:
-    """One with upstream's package, and the one with ours of all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(stock), os.environ.get("PYTHONPATH", "")]))
-        upstream = Worker(request.param, pooled=False)
-    yield upstream, shared_worker(request.param)
-    upstream.close()
-
-
-def machine_code(case: Case, stock: str) -> tuple[str, dict[str, str]]:
-    """The package whose kernels were compiled, and a hash of each one's instructions by its name; in a worker."""
-    import flash_attn.cute
-
-    with upstream_grids(Path(stock)):
-        code = cubins(partial(compile_case, case))
-    hashes = {
-        re.search(r"(Flash[A-Za-z]+(Sm\d+)?)_object", name).group(1): digest
-        for cubin in code
-        for name, digest in code_sections(cubin).items()
-    }
-    return str(flash_attn.cute.__file__), hashes
-
-
-@contextmanager
-def upstream_grids(stock: Path) -> Iterator[None]:
-    """Upstream's SingleTileScheduler in place of this process's."""
-    from flash_attn.cute.tile_scheduler import SingleTileScheduler
-
-    spec = importlib.util.spec_from_file_location("upstream_scheduler", stock / "flash_attn/cute/tile_scheduler.py")
-    upstream = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, upstream)
-        spec.loader.exec_module(upstream)
-        for name, value in vars(upstream.SingleTileScheduler).items():
-            if name not in ("__dict__", "__weakref__"):
-                patch.setattr(SingleTileScheduler, name, value, raising=False)
-        yield
-
-
-def code_sections(cubin: bytes) -> dict[str, str]:
-    """A hash of the instructions of each kernel by its name: the executable sections of an ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count)]
-    first, executable = sections[names][4], 4
-    found = {}
-    for name, _, flags, _, start, length in sections:
-        if flags & executable:
-            end = cubin.index(b"\0", first + name)
-            found[cubin[first + name : end].decode()] = hashlib.sha256(cubin[start : start + length]).hexdigest()
-    return found
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_default_is_upstreams_machine_code(workers: tuple[Worker, Worker], stock: Path, case: Case) -> None:
-    (upstream, theirs), (own, ours) = (worker.run(machine_code, case, str(stock)) for worker in workers)
-    assert upstream.startswith(str(stock)) and not own.startswith(str(stock))
-    # A forward and a backward, and what goes before and after the latter.
-    assert len(theirs) >= 4 and ours.keys() == theirs.keys()
-    others, arch = {name for name in theirs if theirs[name] != ours[name]}, workers[1].arch
-    assert others == OUR_OWN.get((arch, case), {}).keys(), f"{case!r} on {arch}"

@@ -10,12 +10,7 @@ from fa_compile import Worker, built_kernels
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
-from flash_attn.cute.compressed_causal.schedule import (
-    QueryShares,
-    first_query_tile,
-    forward_tile,
-    query_shares,
-)
+from flash_attn.cute.compressed_causal.schedule import QueryShares, first_query_tile, forward_tile, query_shares
 
 PAIRS = [(factor, offset) for factor in (1, 2, 3, 5, 16) for offset in (-40, -3, 0, 1, factor - 1, factor + 4, 31)]
 TILES = [(4, 4), (8, 4), (4, 8), (6, 16)]

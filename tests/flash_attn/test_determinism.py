@@ -198,9 +198,7 @@ PLACED = Case(D=128, T_k=1000, Hkv=4, window=(511, 0), offsets=(0, 611), determi
 
 
 @pytest.mark.parametrize(
-    ("case", "apart"),
-    [(DENSE[0], True), (DENSE[1], True), (LISTED, False), (PLACED, False)],
-    ids=str,
+    ("case", "apart"), [(DENSE[0], True), (DENSE[1], True), (LISTED, False), (PLACED, False)], ids=str
 )
 def test_warps_of_their_own_add_without_lists_and_positions(compiler_sm90: Worker, case: Case, apart: bool) -> None:
     assert compiler_sm90.trace(adds_apart, case) is apart

@@ -4,14 +4,8 @@ import pytest
 from fa_cases import Case, backward, forward, make_inputs
 from fa_compile import MaskCall, Worker, recorded_masks
 
-TAIL = [
-    Case(D=64, T_k=700, lists="both"),
-    Case(D=64, T_k=700, Hkv=4, lists="both", mask_mod="keyed", overlap=False),
-]
-CUT = [
-    Case(T_q=700, T_k=700, lists="both", causal=True),
-    Case(T_q=700, T_k=700, lists="both", window=(200, 0)),
-]
+TAIL = [Case(D=64, T_k=700, lists="both"), Case(D=64, T_k=700, Hkv=4, lists="both", mask_mod="keyed", overlap=False)]
+CUT = [Case(T_q=700, T_k=700, lists="both", causal=True), Case(T_q=700, T_k=700, lists="both", window=(200, 0))]
 
 
 def masks(case: Case) -> list[MaskCall]:

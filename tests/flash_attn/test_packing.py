@@ -94,11 +94,7 @@ def fit(direction: formats.Direction = formats.FORWARD, **changes: Any) -> Block
     def of(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cuda")
 
-    fields: dict[str, Any] = {
-        "mask_block_cnt": of(1, 3),
-        "mask_block_idx": of(1, 3, 2),
-        direction.rows_before: of(3),
-    }
+    fields: dict[str, Any] = {"mask_block_cnt": of(1, 3), "mask_block_idx": of(1, 3, 2), direction.rows_before: of(3)}
     for field, value in changes.items():
         fields[field] = of(*value) if isinstance(value, tuple) else value
     packed = formats.Packing((of(3), of(3)), (None, None), (256, 300))

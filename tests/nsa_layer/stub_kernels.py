@@ -18,6 +18,7 @@ def stubs() -> Iterator[None]:
     """Within, kernels are what notes its launch: those of the fork, and those of the layer."""
     from flash_attn.cute import interface
     from flash_attn.cute.cache_utils import JITCache
+    from flash_attn.cute.multiply.host import CompiledKernels
     from nsa_layer.cute import head_groups, selected_alone, selected_branch  # noqa: F401, all modules with kernels
     from nsa_layer.kernels import launch
 
@@ -41,9 +42,9 @@ def stubs() -> Iterator[None]:
         patch.setattr(launch, "_compiled", {})
         patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compiled(name, key))
         for module in [m for name, m in sys.modules.items() if name.startswith("flash_attn.cute.")]:
-            for name, function in vars(module).items():
-                if isinstance(function, FunctionType) and hasattr(function, "compile_cache"):
-                    patch.setattr(function, "compile_cache", Compiled(name))
+            for name, compiling in vars(module).items():
+                if isinstance(compiling, (FunctionType, CompiledKernels)) and hasattr(compiling, "compile_cache"):
+                    patch.setattr(compiling, "compile_cache", Compiled(name))
         yield
 
 

@@ -12,10 +12,10 @@ import torch
 from stub_kernels import LAUNCHED, stubs
 
 from flash_attn.cute.runtime import repeated_calls
-from nsa_layer import NSAConfig, inputs
+from nsa_layer import NSAConfig, checks
 from nsa_layer.call_spec import CallTensors
 from nsa_layer.cute import grad_accum
-from nsa_layer.operators import attend_on_kernels
+from nsa_layer.operators import attend
 from nsa_tools.testing.cases import Case, make_inputs
 
 OURS = ("flash_attn.cute", "nsa_layer")
@@ -39,8 +39,8 @@ def step(draw: random.Random) -> None:
     given = {name: x.requires_grad_() for name, x in made.tensors().items()}
     tensors = CallTensors(**given, cu_seqlens=made.cu_seqlens)
     static = dict(softmax_scale=None, max_seqlen=None, causal=True)
-    spec = inputs.check_inputs(inputs.Arguments(tensors, case.config, **static))
-    o, _ = attend_on_kernels(tensors, spec=spec)
+    spec = checks.check_inputs(checks.Arguments(tensors, case.config, **static))
+    o, _ = attend(tensors, spec=spec)
     torch.autograd.grad(o, list(given.values()), made.do)
     LAUNCHED.clear()
 
@@ -52,7 +52,7 @@ def unbounded_cache() -> None:
 
 def unbounded() -> Iterator[tuple[str, int]]:
     """Entries of all that our modules keep and nothing bounds: caches of functions, containers, compiled kernels."""
-    bounded = {id(inputs._passed), id(grad_accum._known), id(repeated_calls._calls)}
+    bounded = {id(checks._passed), id(grad_accum._known), id(repeated_calls._calls)}
     for module in [m for name, m in sys.modules.items() if name.startswith(OURS)]:
         for name, value in vars(module).items():
             where = f"{module.__name__}.{name}"
@@ -82,9 +82,9 @@ def test_nothing_unbounded_grows_with_new_lengths() -> None:
 
 def test_what_is_kept_of_each_shape_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
-    for owner, name in ((inputs, "CAPACITY"), (grad_accum, "KNOWN"), (repeated_calls, "MOST")):
+    for owner, name in ((checks, "CAPACITY"), (grad_accum, "KNOWN"), (repeated_calls, "MOST")):
         monkeypatch.setattr(owner, name, 8)
-    kept = (inputs._passed, grad_accum._known, repeated_calls._calls)
+    kept = (checks._passed, grad_accum._known, repeated_calls._calls)
     for each in kept:
         each.clear()
     most = [0] * len(kept)

@@ -14,14 +14,14 @@ from rank_cases import RANKS, SMALL, OnRanks
 from stub_kernels import stubbed_layer
 
 from nsa_layer import ContextParallel, NSAConfig, nsa
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
+from nsa_layer.checks import Arguments
 from nsa_layer.context_parallel import gather, heads, shard_call
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
 from nsa_layer.cute.packing import Packing
-from nsa_layer.inputs import Arguments
 
 
 @pytest.mark.parametrize("tile", [1, 16])
@@ -76,7 +76,7 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
         q, k = torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
         shard, spec = QueryShard(slice(0, 64), slice(0, 300), ((64, 300, 236),), 0), CallSpec(SMALL, True, 1.0)
         tensors, dq = CallTensors(q, k, k), torch.empty_like(q)
-        grads = shard_call.backward(tensors, shard, spec, "cute", (True,) * 3, q, shard_call.NOTHING, dq)
+        grads = shard_call.backward(tensors, shard, spec, "cute", (True,) * 3, q, Saved(), dq)
         _, dk, dv, *_, dk_win, dv_win = grads
         ((given, _, *grads, adds),) = called
     assert (dk_win, dv_win) == (None, None) and adds

@@ -65,7 +65,7 @@ SECOND = {
     "jacobian": lambda loss, q: functional.jacobian(loss, q.requires_grad_(), create_graph=True).sum().backward(),
     "func.grad": lambda loss, q: torch.func.grad(lambda q: torch.func.grad(loss)(q).square().sum())(q),
 }
-REFUSED = "nsa: (second derivatives|transforms of torch.func).* not supported by backend="
+REFUSED = "nsa: second derivatives .* are supported by backend='reference' only"
 
 
 ON = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -80,7 +80,7 @@ def stubbed(backend: str, device: str) -> AbstractContextManager:
 @BACKENDS
 @pytest.mark.parametrize("way", SECOND)
 def test_second_derivatives_are_refused(way: str, backend: str, device: str) -> None:
-    with stubbed(backend, device), pytest.raises(RuntimeError, match=REFUSED + repr(backend)):
+    with stubbed(backend, device), pytest.raises(RuntimeError, match=REFUSED):
         SECOND[way](*problem(backend, device))
 
 
@@ -97,22 +97,6 @@ def test_create_graph_changes_no_bit_of_a_gradient(device: str) -> None:
     weight = torch.randn_like(q, requires_grad=True)
     (of_weight,) = torch.autograd.grad((weight * dq).sum(), weight)
     assert torch.equal(of_weight, dq)
-
-
-@pytest.mark.parametrize("name", ["gates", "gate_weight"])
-def test_second_derivatives_beside_attention_are_right(name: str) -> None:
-    """Those in the gates alone never meet the branches' own functions."""
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, T, h, D, generator=draw, dtype=torch.float64) for h in (HQ, HKV, HKV))
-    shape = (1, T, HQ, 3) if name == "gates" else (HQ, 3, D)
-    x, u = (torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(2))
-
-    def loss(x: torch.Tensor, backend: str) -> torch.Tensor:
-        return nsa(q.requires_grad_(), k, v, config=SMALL, backend=backend, **{name: x}).pow(3).sum()
-
-    got, want = (functional.hvp(lambda x, b=b: loss(x, b), x, u)[1] for b in ("eager", "reference"))
-    assert want.abs().max() > 0.1
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("lengths", [None, (7, 0, 33)], ids=["batch", "packed"])

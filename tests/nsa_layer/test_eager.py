@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_layer import NSAConfig, choose, chunk_attention, eager, token_attention
+from fuzz import kernel_stretches
+from nsa_layer import NSAConfig, choose, chunk_attention, token_attention
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -61,7 +62,7 @@ def test_a_small_error_shows_in_few_numbers(name: str) -> None:
     def wrong(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
         leaf = getattr(tensors, name).view_as(getattr(tensors, name))
         leaf.register_hook(lambda grad: grad * (1 + 5e-5))
-        return eager.attend(tensors._replace(**{name: leaf}), spec=spec)
+        return kernel_stretches.eager(tensors._replace(**{name: leaf}), spec=spec)
 
     with pytest.raises(AssertionError, match=f"d{name}"):
         assert_close_to_reference(FEW_NUMBERS[0], wrong)

@@ -21,7 +21,8 @@ from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import SELECTED_ALONE, CallSpec
+from nsa_layer.config import ListConfig
 from nsa_layer.cute.packing import Packing
 from nsa_layer.operators import static_arguments
 from nsa_layer.operators.registration import OPS
@@ -65,14 +66,13 @@ def test_starts_made_on_the_gpu_are_those_that_the_host_makes(config: NSAConfig)
 @pytest.mark.parametrize("way", ["operator", "call"])
 def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a look would wait for it; here it is an error."""
-    from nsa_layer import inputs, selected
+    from nsa_layer import checks, selected
     from nsa_layer.operators import arguments, layer
-    from nsa_layer.operators import selected as operators_of_lists
 
-    for module in (inputs, selected):
+    for module in (checks, selected):
         monkeypatch.setattr(module, "leaves_starts_on_gpu", lambda *_: True)
         monkeypatch.setattr(module, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
-    for module in (arguments, layer, operators_of_lists):
+    for module in (arguments, layer):
         monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
     for name in ("tolist", "item", "nonzero", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, None)
@@ -107,10 +107,10 @@ def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(
     q_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call whose lengths the host does not know keeps nothing that another number of sequences does not fit."""
-    from nsa_layer import inputs
+    from nsa_layer import checks
     from nsa_layer.operators import arguments, layer
 
-    monkeypatch.setattr(inputs, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
     for module in (arguments, layer):
         monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
@@ -121,10 +121,10 @@ def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(
 
 
 def test_lists_that_are_returned_have_room_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_layer import inputs
+    from nsa_layer import checks
     from nsa_layer.operators import layer
 
-    monkeypatch.setattr(inputs, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
     monkeypatch.setattr(layer, "stay_on_gpu", lambda starts: starts is not None)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16) for h in (4, 2, 2))
     options = dict(cu_seqlens=starts_of(LENGTHS, "cpu"), config=NSAConfig(q_tile=32), backend="cute")
@@ -302,12 +302,12 @@ def test_pytorch_finds_nothing_wrong_with_the_operators(packed: bool) -> None:
     # Heads come first in memory: the strides are not those of a contiguous tensor.
     q, k, v = (drawn(*lead[:-1], h, total, 64, seed=h).transpose(-2, -3).requires_grad_() for h in (4, 2, 2))
     weight, lists = drawn(4, 3, 64), torch.zeros(*lead, 2, 3, dtype=torch.int32, device="cuda")
-    static = dict(
-        static_arguments(CallSpec(FIXED, True, 0.125)), heads=1, kept=[False, True, True], budget=None, bound=None
-    )
-    opcheck(OPS.attend.default, (q, k, v, weight, *[None] * 7, starts, None), static)
-    static = dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.125)
-    opcheck(OPS.selected_on_kernels.default, (q, k, v, lists, None, starts, None), static)
+    how = dict(backend="cute", heads=1, kept=[False, True, True], budget=None, bound=None, needs_grad=True)
+    static = static_arguments(CallSpec(FIXED, True, 0.125)) | how
+    opcheck(OPS.attend.default, (q, k, v, weight, *[None] * 7, starts, *[None] * 3), static)
+    config = ListConfig(block_size=64, q_tile=1, window_size=0)
+    static = static_arguments(CallSpec(config, True, 0.125, branches=SELECTED_ALONE)) | how
+    opcheck(OPS.attend.default, (q, k, v, *[None] * 8, starts, lists, None, None), static)
 
 
 @pytest.fixture

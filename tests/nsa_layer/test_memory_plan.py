@@ -10,7 +10,7 @@ import torch
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
 from nsa_layer.call_spec import CallTensors
 from nsa_layer.cute.memory_plan import ITEMS, Sizes, plan_memory, predict, rows_of_item
-from nsa_layer.operators import attend_on_kernels
+from nsa_layer.operators import attend
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -116,7 +116,7 @@ def test_computing_again_changes_no_bit(lengths: tuple[int, ...] | None, gate: s
 def test_groups_of_heads_are_as_exact(lengths: tuple[int, ...] | None, gate: str) -> None:
     case = small_case(lengths, gate, deterministic=False)
     for policy in (MemoryPolicy(budget=0), MemoryPolicy(budget=0, recompute="none")):
-        assert_close_to_reference(case, partial(attend_on_kernels, memory=policy), "cuda")
+        assert_close_to_reference(case, partial(attend, memory=policy), "cuda")
 
 
 @pytest.mark.gpu

@@ -18,7 +18,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_layer import NSAConfig, nsa, selected_attention
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import SELECTED_ALONE, CallSpec
+from nsa_layer.config import ListConfig
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute import memory_plan
 from nsa_layer.operators import layer, static_arguments
@@ -73,8 +74,21 @@ def branches(*, packed: bool, grads: str = "qkv", **config: object) -> tuple[tup
     for name, x in dict(q=q, k=k, v=v, w=weight, o=k_win).items():
         x.requires_grad_(name in grads)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int() if packed else None
-    tensors = (q, k, v, weight, None, None, None, *((k_win, v_win) if own else (None, None)), starts, None)
-    return tensors, static_arguments(CallSpec(config, True, D**-0.5))
+    own = (k_win, v_win) if own else (None, None)
+    tensors = (q, k, v, torch.randn(HQ, 3, D), None, weight, None, None, None, *own, starts, None, None, None)
+    return tensors, static_arguments(CallSpec(config, True, D**-0.5)) | IN_PYTORCH
+
+
+IN_PYTORCH = dict(backend="eager", heads=None, budget=None, kept=[False] * 3, bound=None, needs_grad=True)
+ON_KERNELS = IN_PYTORCH | dict(backend="cute")
+
+
+def of_lists(*tensors: torch.Tensor | None, block_size: int, softmax_scale: float = 0.1) -> tuple[tuple, dict]:
+    """Arguments of the operator for q, k, v, lists, offsets and starts of `selected_attention`."""
+    q, k, v, lists, offset, starts = tensors
+    config = ListConfig(block_size=block_size, q_tile=1, window_size=0)
+    static = static_arguments(CallSpec(config, True, softmax_scale, branches=SELECTED_ALONE))
+    return (q, k, v, *[None] * 8, starts, lists, offset, None), static
 
 
 CASES = {
@@ -90,12 +104,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pytorch_finds_nothing_wrong_with_the_branches(case: str) -> None:
+def test_pytorch_finds_nothing_wrong_with_plain_pytorch(case: str) -> None:
     tensors, static = branches(**CASES[case])
     if case == "no gradient":
-        opcheck(OPS.branches.default, tensors, static)
+        opcheck(OPS.attend.default, tensors, static)
     else:
-        check(OPS.branches.default, tensors, static)
+        check(OPS.attend.default, tensors, static)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -105,8 +119,8 @@ def test_pytorch_finds_nothing_wrong_with_lists_of_a_callers_own(packed: bool) -
     lists = torch.zeros(*lead, HKV, 2, dtype=torch.int32)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int() if packed else None
     offset = torch.zeros(3 if packed else 2, dtype=torch.int32)
-    static = dict(block_size=8, q_tile=1, causal=True, softmax_scale=0.5)
-    check(OPS.selected.default, (q, k, v, lists, offset, starts, None), static)
+    tensors, static = of_lists(q, k, v, lists, offset, starts, block_size=8, softmax_scale=0.5)
+    check(OPS.attend.default, tensors, static | IN_PYTORCH)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -115,12 +129,9 @@ def test_lists_on_the_kernels_have_the_shapes_that_a_graph_expects(packed: bool)
     inputs = [torch.randn(*lead, h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
     lists = torch.zeros(*lead, 2, 3, dtype=torch.int32)
     starts = torch.tensor([0, 300, 300, 370], dtype=torch.int32) if packed else None
-    tensors, static = (
-        (*inputs, lists, None, starts, None),
-        dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.1),
-    )
+    tensors, static = of_lists(*inputs, lists, None, starts, block_size=64)
     with stubbed_layer():
-        check(OPS.selected_on_kernels.default, tensors, static, test_utils=OF_SHAPES)
+        check(OPS.attend.default, tensors, static | ON_KERNELS, test_utils=OF_SHAPES)
 
 
 def test_what_cannot_be_had_is_refused() -> None:
@@ -128,7 +139,7 @@ def test_what_cannot_be_had_is_refused() -> None:
     q, *rest = tensors
 
     def of(q: torch.Tensor) -> torch.Tensor:
-        return OPS.branches(q, *rest, **static)[1]
+        return OPS.attend(q, *rest, **static)[0]
 
     with pytest.raises(NotImplementedError, match="nsa: forward mode"):
         torch.func.jvp(of, (q.detach(),), (q.detach(),))
@@ -152,8 +163,8 @@ def test_what_cannot_be_had_is_refused() -> None:
 def test_starts_are_those_of_the_call() -> None:
     """A caller may refill its own before backward."""
     tensors, static = branches(packed=True)
-    starts = tensors[9]
-    made, again = (OPS.branches(*tensors, **static)[0].sum() for _ in range(2))
+    starts = tensors[11]
+    made, again = (OPS.attend(*tensors, **static)[0].sum() for _ in range(2))
     want = torch.autograd.grad(made, tensors[0])
     starts.copy_(torch.tensor([0, 1, 2, T]))
     assert torch.equal(torch.autograd.grad(again, tensors[0])[0], want[0])
@@ -179,11 +190,11 @@ def on_kernels(
     starts = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
     lists = torch.zeros(*tiles, 2, 3, dtype=torch.int32) if more.get("given") else None
     static = dict(static_arguments(CallSpec(config, True, 0.1)), heads=heads, kept=kept)
-    static |= dict(budget=None, bound=None, needs_grad=True)
+    static |= dict(backend="cute", budget=None, bound=None, needs_grad=True)
     gates = made(4, 3, 64, asked=gate == "weight"), made(*lead, 4, 3, asked=gate == "given")
     if more.get("some"):
         q, v = q.detach(), v.detach()
-    return (q, k, v, *gates, *weights, *own, starts, lists), static
+    return (q, k, v, *gates, *weights, *own, starts, lists, None, None), static
 
 
 KERNELS = {
@@ -210,8 +221,8 @@ def test_pytorch_finds_nothing_wrong_with_the_kernels(case: str, gate: str) -> N
 def test_pytorch_finds_nothing_wrong_with_lists_on_the_kernels() -> None:
     inputs = [torch.randn(2, h, 370, 64, device="cuda").bfloat16().transpose(1, 2) for h in (4, 2, 2)]
     lists = torch.zeros(2, 370, 2, 3, dtype=torch.int32, device="cuda")
-    static = dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.1)
-    check(OPS.selected_on_kernels.default, (*(x.requires_grad_() for x in inputs), lists, *[None] * 3), static)
+    tensors, static = of_lists(*(x.requires_grad_() for x in inputs), lists, None, None, block_size=64)
+    check(OPS.attend.default, tensors, static | ON_KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -269,9 +280,9 @@ def test_rows_of_packed_calls_on_the_kernels_are_counted_when_they_run() -> None
         room = torch.autograd.grad(OPS.attend(*more, **static)[0].sum(), more[7:9])
     assert all(d.shape == x.shape and not d[-2:].any() for d, x in zip(room, more[7:9]))
     lists = torch.zeros(369, 2, 3, dtype=torch.int32)
-    static = dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.1)
+    tensors, static = of_lists(*tensors[:3], lists, None, tensors[11], block_size=64)
     with stubbed_layer(), pytest.raises(ValueError, match=r"block_indices must have shape \(370, "):
-        OPS.selected_on_kernels(*tensors[:3], lists, None, tensors[11], None, **static)
+        OPS.attend(*tensors, **static, **ON_KERNELS)
 
 
 def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,12 +344,12 @@ def test_a_plan_of_fake_tensors_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_calls_on_the_kernels_are_operators_where_they_are_seen(packed: bool) -> None:
-    (q, k, v, weight, *_, starts, _), _ = on_kernels(q_tile=1, packed=packed, heads=2, kept=[])
+    (q, k, v, weight, *_, starts, _, _, _), _ = on_kernels(q_tile=1, packed=packed, heads=2, kept=[])
     lists = torch.zeros(*q.shape[:-2], 2, 3, dtype=torch.int32)
-    calls = dict(attend=partial(nsa, gate_weight=weight))
-    calls["selected_on_kernels"] = partial(selected_attention, block_indices=lists, block_size=64)
+    calls = partial(nsa, gate_weight=weight), partial(selected_attention, block_indices=lists, block_size=64)
+    name = "attend"
     with stubbed_layer():
-        for name, call in calls.items():
+        for call in calls:
             with Noted() as noted:
                 call(q, k, v, cu_seqlens=starts, backend="cute").sum().backward()
             assert noted.names == [name, f"{name}_backward"]
@@ -375,11 +386,10 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypa
 
         monkeypatch.setattr(head_groups, "forward", filled)
         monkeypatch.setattr(head_groups, "backward", compared)
-        q, starts = tensors[0], tensors[11]
-        _, *made, starts = layer._attend(*tensors, **static, room=room)
-        del static["needs_grad"]
+        q = tensors[0]
+        _, *made = layer._attend(*tensors, **static, room=room)
         needs = [x is not None for x in tensors[:11]]
-        layer._attend_backward(torch.ones_like(q), *tensors[:11], tensors[12], *made, starts, needs=needs, **static)
+        layer._attend_backward(torch.ones_like(q), *tensors[:11], tensors[12], None, None, *made, needs=needs, **static)
     assert not left
 
 
@@ -387,7 +397,7 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypa
 @pytest.mark.parametrize("packed", [False, True])
 def test_aux_is_that_of_a_call_that_is_not_seen(q_tile: int, packed: bool) -> None:
     """A call on the kernels outside of graphs: its lists have no room for other lengths."""
-    (q, k, v, *_, starts, _), _ = on_kernels(q_tile=q_tile, packed=packed, heads=2, kept=[])
+    (q, k, v, *_, starts, _, _, _), _ = on_kernels(q_tile=q_tile, packed=packed, heads=2, kept=[])
     call = partial(nsa, cu_seqlens=starts, config=NSAConfig(q_tile=q_tile), backend="cute", return_aux=True)
     with stubbed_layer():
         want = call(q, k, v)[1]
@@ -403,10 +413,10 @@ def test_positions_are_looked_at_once_and_when_a_graph_runs() -> None:
     lists = torch.zeros(2, T, HKV, 2, dtype=torch.int32)
     whole = partial(selected_attention, block_size=8, backend="eager")
     compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
-    with Noted("aten") as noted:
+    with Noted("aten") as noted, Noted() as seen:
         whole(q, k, v, lists)
         nsa(q, k, v, block_indices=lists, config=SMALL, backend="eager")
-    assert noted.names and "nonzero" not in noted.names
+    assert seen.names == ["attend"] * 2 and "nonzero" not in noted.names
     for call in (whole, compiled):
         assert not call(q, k, v, torch.full_like(lists, 4)).any()
         with pytest.raises(ValueError, match="q_offset must be at least 0, got -1"):

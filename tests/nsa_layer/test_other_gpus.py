@@ -39,9 +39,9 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
     monkeypatch.setattr(whole_call, "attend", asked)
     with FakeTensorMode():
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
-    static = static_arguments(CallSpec(CONFIG, True, 0.125)) | dict(heads=2, kept=[False] * 3, bound=None)
+    static = static_arguments(CallSpec(CONFIG, True, 0.125)) | dict(backend="cute", heads=2, budget=None)
     with pytest.raises(Asked, match="1"):
-        layer._attend(q, q, q, *[None] * 10, **static, needs_grad=False)
+        layer._attend(q, q, q, *[None] * 12, **static, kept=[False] * 3, bound=None, needs_grad=False)
     assert not entered
 
 

@@ -11,7 +11,7 @@ from stub_kernels import LAUNCHED, stubbed_layer
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import MemoryPolicy, NSAConfig, reference
-from nsa_layer.operators import attend_on_kernels
+from nsa_layer.operators import attend
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
@@ -114,4 +114,4 @@ def test_kernels(own: tuple[str, ...], q_tile: int, Hkv: int) -> None:
 def test_kernels_in_groups_of_heads(q_tile: int) -> None:
     config = NSAConfig.paper() if q_tile == 1 else NSAConfig(q_tile=q_tile)
     case = Case(T=700, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=config, own_keys=OWN_KEYS)
-    assert_close_to_reference(case, partial(attend_on_kernels, memory=MemoryPolicy(budget=0)), "cuda")
+    assert_close_to_reference(case, partial(attend, memory=MemoryPolicy(budget=0)), "cuda")

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.checks import Arguments, check_inputs
 from nsa_layer.cute import host_numbers, packing
 from nsa_layer.cute.host_numbers import HostCopy, starts_on
 from nsa_layer.cute.packing import Packing
-from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 

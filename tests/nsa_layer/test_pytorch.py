@@ -56,7 +56,7 @@ class Place:
 
 
 SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
-CPU = Place("cpu", "branches", 32, SMALL, torch.float32, (40, 57), ((7, 0, 53), (30, 29, 1)))
+CPU = Place("cpu", "attend", 32, SMALL, torch.float32, (40, 57), ((7, 0, 53), (30, 29, 1)))
 FIXED = NSAConfig(deterministic=True)
 GPU = Place("cuda", "attend", 256, FIXED, torch.bfloat16, (300, 1000), ((300, 0, 723), (1, 895, 127)))
 

@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fuzz import kernel_stretches
 from fuzz.stretches import Attend, in_stretches
-from nsa_layer import NSAConfig, eager, reference
+from nsa_layer import NSAConfig, reference
 from nsa_layer.call_spec import CallTensors
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
-ATTEND = {"eager": eager.attend, "reference": reference.attend}
+ATTEND = {"eager": kernel_stretches.eager, "reference": reference.attend}
 
 # Of two sequences of 70 tokens: a middle stretch among them, single queries, and offsets that differ.
 EVEN = [[(0, 21), (49, 70)], [(21, 22), (48, 49)], [(22, 70), (0, 48)]]

@@ -34,7 +34,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy
-from nsa_layer.call_spec import OWN_KEYS, CallTensors, ListSpec
+from nsa_layer.config import ListConfig
+from nsa_layer.call_spec import OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors
 from nsa_layer.cached_call import CachedCall
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
@@ -74,9 +75,9 @@ def own_lists(call):
     lists = torch.empty(call.lists, dtype=torch.int32, device="cuda")
     extents = selected_alone.Extents.of_lists(q, k, q.shape[-2] // lists.shape[-2], None, call.spec)
     assert call.offset == (extents.q_offset is not None)
-    o, lse = selected_alone.forward(q, k, k, lists, extents, call.spec)
+    o, lse = selected_alone.attend(q, k, k, lists, extents, call.spec)
     if call.backward:
-        selected_alone.backward(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, extents.q_offset)
+        selected_alone.gradients(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse)
 
 def own_cached(call):
     given = {name: torch.empty(of, dtype=dtype, device="cuda") for name, of, dtype in call.tensors}
@@ -125,12 +126,14 @@ for stretch in (dict(T=100, keys=300, own=("k_cmp", "v_cmp")), packed):
 for lists in ((2, 5), (4, 5)):
     call = shape(lists=lists)
     assert list(kernel_files(call)) == asked(call) != list(chosen), call
-longer = ((20, 2, 5), ((100, 99), (200, 201)), 300)
-for lists, lengths, keys in (((1, 300, 2, 5), None, 300), ((1, 300, 4, 5), None, 400), longer):
-    lead = () if lengths else (1,)
-    q, k, spec = (*lead, 300, 4, 64), (*lead, keys, 2, 64), ListSpec(64, 16 if lengths else 1, True, 0.125, lengths)
+longer = ((20, 2, 5), ((100, 200), (99, 201)), 300)
+for lists, lengths, keys in (((1, 300, 2, 5), (None, None), 300), ((1, 300, 4, 5), (None, None), 400), longer):
+    packed = lengths[0] is not None
+    lead, config = () if packed else (1,), ListConfig(q_tile=16 if packed else 1, window_size=0)
+    spec = CallSpec(config, True, 0.125, *lengths, listed=True, branches=SELECTED_ALONE)
+    q, k = (*lead, 300, 4, 64), (*lead, keys, 2, 64)
     for backward in (False, True):
-        call = ListsShape(q, k, lists, torch.bfloat16, spec, keys > 300 or lengths is not None, backward)
+        call = ListsShape(q, k, lists, torch.bfloat16, spec, keys > 300 or packed, backward)
         assert list(kernel_files(call)) == asked(call), call
         assert len(asked(call)) == (8 if backward else 2), asked(call)
 number = torch.int32

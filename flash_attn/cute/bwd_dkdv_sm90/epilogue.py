@@ -32,21 +32,13 @@ def partial_sum(partials: cute.Tensor, index: Int32, which: int | Int32, thread:
 
 @dataclass(frozen=True)
 class KeyRows:
-    """64 rows of dk or dv, to a warpgroup.
+    """64 rows of dk or dv, to a warpgroup."""
 
-    Attributes:
-        out: [S, D], of a sequence and head.
-        first: the first of the rows.
-        end: rows from here on are not there.
-        thread: of the warpgroup.
-        add: what is held is added before rounding.
-    """
-
-    out: cute.Tensor
-    first: Int32
-    end: Int32
-    thread: Int32
-    add: cutlass.Constexpr[bool]
+    out: cute.Tensor  # [S, D], of a sequence and head
+    first: Int32  # the first of the rows
+    end: Int32  # rows from here on are not there
+    thread: Int32  # of the warpgroup
+    add: cutlass.Constexpr[bool]  # what is held is added before rounding
 
     def row(self, r: int) -> Int32:
         """The thread's r-th row."""

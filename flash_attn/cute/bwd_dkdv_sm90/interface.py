@@ -51,12 +51,10 @@ def backward_dkdv(
 ) -> None:
     """Write the gradients of k and v to ``dk`` and ``dv``; rows of blocks that no token lists get 0.
 
-    The tensors have been checked by the caller, and none is empty. The stride of a dimension of one element may be
-    anything.
+    Tensors have been checked by the caller, and none is empty.
 
     Args:
-        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
-        k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
+        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
         dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; read where there are queries.
         pairs: the tokens of each block, and how they are dealt out.
         dk, dv: like k; contiguous in their last dimension.
@@ -64,9 +62,8 @@ def backward_dkdv(
         causal: a token sees the keys up to its own position among them.
         add: what dk and dv hold is added before rounding, as `shared_backward.convert` does.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], both or neither.
-        q_offset: int32 [B], packed [sequences]: position of each sequence's first query among its keys; 0 unless given.
-        start: packed sequence b has its rows of dpsum and lse_log2 from (cu_seqlens_q[b] + b * start) // start * start
-            on.
+        q_offset: int32 [sequences]: position of each sequence's first query among its keys; 0 unless given.
+        start: `AccumLayout.start` of dpsum and lse_log2.
 
     Raises:
         NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.

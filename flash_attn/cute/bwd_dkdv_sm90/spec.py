@@ -1,6 +1,4 @@
-"""Options of the dk and dv pass's kernels, the pairs that it loops, and the calls that it can do."""
-
-from __future__ import annotations
+"""Options of the dk and dv pass's kernels, the pairs that they loop over, and the calls that it can do."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
@@ -27,54 +25,35 @@ class KeyPairs(NamedTuple):
     also where it has none, or several where they are many, which add up through partial sums.
 
     Attributes:
-        tokens: int32 [pairs], or longer; the tokens that list a row's block: positions in their sequence, ascending.
-        work tiles: int32 [bound, 4], in the order of rows: a work tile's row, its first pair, the one after its last,
-            and the number of its partial sum, or -1 where it is the row's only work tile. Those of a row follow each
-            other.
-        row_items: int32 [rows + 1], work tiles before each row.
-        partials: bound of the number of partial sums.
-        block_size: keys of a block, a multiple of 64, or 16 or 32.
-        cu_blocks: int32 [sequences + 1], blocks before each packed sequence.
-        by_head: query heads have lists of their own: a pair has one of a token's G = Hq // Hkv rows, and `tokens` holds
-            position * G + head of the group.
+        items: of work tiles, in the order of rows: row, first pair, the one after the last, and the number of the
+            partial sum, or -1 where it is the row's only work tile.
+        by_head: query heads have lists of their own: `tokens` holds position * G + head of the group of G.
     """
 
-    tokens: Tensor
-    items: Tensor
-    row_items: Tensor
-    partials: int
-    block_size: int = ROWS
-    cu_blocks: Optional[Tensor] = None
+    tokens: Tensor  # int32 [pairs], or longer: positions in their sequence, ascending
+    items: Tensor  # int32 [bound, 4]
+    row_items: Tensor  # int32 [rows + 1], work tiles before each row
+    partials: int  # bound of the number of partial sums
+    block_size: int = ROWS  # keys of a block, a multiple of 64, or 16 or 32
+    cu_blocks: Optional[Tensor] = None  # int32 [sequences + 1], blocks before each packed sequence
     by_head: bool = False
 
 
 @dataclass(frozen=True)
 class DkdvSpec:
-    """Options that the kernels are compiled for; hashable.
-
-    Attributes:
-        group: query heads of a key/value head.
-        block_size: keys of a block.
-        causal: whether a token sees keys up to its own position only.
-        offset: whether positions of first queries are given.
-        packed: whether sequences are packed.
-        add: whether what dk and dv hold is added before rounding.
-        start: rows that sequences of dpsum and lse_log2 start at multiples of.
-        by_warp: how products are made (`multiply.product`).
-        by_head: whether a pair has a row of one head, not of all of a group.
-    """
+    """Options that the kernels are compiled for; hashable."""
 
     dtype: torch.dtype
     head_dim: int
-    group: int
-    block_size: int
-    causal: bool
-    offset: bool
-    packed: bool
-    add: bool
-    start: int
-    by_warp: bool
-    by_head: bool
+    group: int  # query heads of a key/value head
+    block_size: int  # keys of a block
+    causal: bool  # whether a token sees keys up to its own position only
+    offset: bool  # whether positions of first queries are given
+    packed: bool  # whether sequences are packed
+    add: bool  # whether what dk and dv hold is added before rounding
+    start: int  # rows that sequences of dpsum and lse_log2 start at multiples of
+    by_warp: bool  # how products are made (`multiply.product`)
+    by_head: bool  # whether a pair has a row of one head, not of all of a group
 
     @property
     def parts(self) -> int:

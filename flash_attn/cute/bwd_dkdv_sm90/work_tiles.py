@@ -101,19 +101,12 @@ class WorkTiles:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """The work tiles of one warpgroup.
+    """The work tiles of one warpgroup."""
 
-    Attributes:
-        counter: int32 [1], 0 when the kernel starts.
-        drawn: int32 [DRAWS * WARPGROUPS] in shared memory, work tiles that were drawn.
-        slots: of them.
-        group: the warpgroup in its CTA.
-    """
-
-    counter: cute.Tensor
-    drawn: cute.Tensor
-    slots: pipeline_custom.PipelineAsync
-    group: Int32
+    counter: cute.Tensor  # int32 [1], 0 when the kernel starts
+    drawn: cute.Tensor  # int32 [DRAWS * WARPGROUPS] in shared memory, work tiles that were drawn
+    slots: pipeline_custom.PipelineAsync  # of them
+    group: Int32  # the warpgroup in its CTA
 
     def first(self) -> Int32:
         """The first work tile, which need not be drawn."""

@@ -35,21 +35,14 @@ def vector_of_row(tensor: cute.Tensor, mask: KeyMask, r: int, fours: int) -> cut
 
 @dataclass(frozen=True)
 class DqOutput:
-    """One tile's output, to a warpgroup.
+    """One tile's output, to a warpgroup."""
 
-    Attributes:
-        dq: [T, D, Hq, B], packed [total, D, Hq].
-        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D]; its values are what dq starts from. None: zeros.
-        onto_dq: as in `DqSpec`.
-        mask: of the warpgroup, which knows its rows.
-    """
-
-    dq: cute.Tensor
-    accum: Optional[cute.Tensor]
-    onto_dq: cutlass.Constexpr[bool]
+    dq: cute.Tensor  # [T, D, Hq, B], packed [total, D, Hq]
+    accum: Optional[cute.Tensor]  # fp32 [B, Hq, rows * D], packed [Hq, rows * D]; dq starts from it. None: from 0
+    onto_dq: cutlass.Constexpr[bool]  # as in `DqSpec`
     head_dim: cutlass.Constexpr[int]
     softmax_scale: Float32
-    mask: KeyMask
+    mask: KeyMask  # of the warpgroup, which knows its rows
 
     @cute.jit
     def start(self, acc_dQ: cute.Tensor):
@@ -128,24 +121,16 @@ def exchanged(x: list[Int32], lane: Int32) -> list[Int32]:
 
 @dataclass(frozen=True)
 class RowSums:
-    """lse_log2 and dpsum of a tile, to a warpgroup.
+    """lse_log2 and dpsum of a tile, to a warpgroup."""
 
-    Attributes:
-        lse_log2, dpsum: fp32 [B, Hq, rows], packed [Hq, rows]; read, or with `out` written.
-        out, dout: [T, D, Hq, B], packed [total, D, Hq].
-        lse: fp32 [B, Hq, T], packed [Hq, total].
-        start: as in `DqSpec`.
-        mask: of the warpgroup, which knows its rows.
-    """
-
-    lse_log2: cute.Tensor
+    lse_log2: cute.Tensor  # lse_log2, dpsum: fp32 [B, Hq, rows], packed [Hq, rows]; read, or with `out` written
     dpsum: cute.Tensor
-    out: Optional[cute.Tensor]
+    out: Optional[cute.Tensor]  # out, dout: [T, D, Hq, B], packed [total, D, Hq]
     dout: Optional[cute.Tensor]
-    lse: Optional[cute.Tensor]
+    lse: Optional[cute.Tensor]  # fp32 [B, Hq, T], packed [Hq, total]
     head_dim: cutlass.Constexpr[int]
-    start: cutlass.Constexpr[int]
-    mask: KeyMask
+    start: cutlass.Constexpr[int]  # as in `DqSpec`
+    mask: KeyMask  # of the warpgroup, which knows its rows
 
     @cute.jit
     def of_thread(self) -> tuple[tuple[Float32, Float32], ...]:

@@ -35,7 +35,6 @@ from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import ROWS, STEP
-from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90
@@ -112,15 +111,12 @@ def backward_dq(
 ) -> None:
     """Write the gradient of q, of this call and of those that added to ``accum``, to ``dq``.
 
-    Backward's second pass, and the layer's, which have checked the tensors, none of them empty. The stride of a
-    dimension of one element may be anything.
+    Tensors have been checked by the caller, and none is empty.
 
     Args:
-        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
-        k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
-        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`. Rows past a sequence's end are
-            not read. With ``out`` they are written: all rows of tiles of TILE_M queries, as that docstring wants them;
-            of lists with bits, those of the queries.
+        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
+        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; written, for whole tiles of
+            TILE_M queries (of lists with bits, for those of the queries), if ``out`` is given.
         lists: forward lists, of every form that forward takes.
         dq: like q; contiguous in its last dimension. Rows past seqused_q are not written.
         softmax_scale: 1 / sqrt(D) unless given.
@@ -128,29 +124,23 @@ def backward_dq(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_offset: int32, as forward's.
         max_seqlen_q: queries of the longest packed sequence, if known: checks that padded lists have rows for it.
         add: what dq holds is added before rounding, as `shared_backward.convert` does.
-        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; read. Not with
-            bits: its rows are of one head.
-        start: `AccumLayout.start` of dpsum, lse_log2 and accum: packed sequence b has its rows from
-            (cu_seqlens_q[b] + b * start) // start * start on. A multiple of 64; with ``out`` 64 or 128.
-        out: like q, forward's output: dpsum and lse_log2 are computed from it and ``lse``, and no preprocess is needed.
-        lse: fp32 [B, Hq, T], packed [Hq, total]; natural, as forward returns it.
+        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; not with bits.
+        start: `AccumLayout.start` of dpsum, lse_log2 and accum: a multiple of 64; with ``out`` 64 or 128.
+        out, lse: like q, and fp32 [B, Hq, T], packed [Hq, total]: forward's, of which row sums are computed.
         normalized: what `lists_of_queries` made of ``lists`` for these tensors, if the caller has asked already.
 
     Raises:
-        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel, or
-            ``accum`` with bits.
+        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
         ValueError: lists that do not fit the call.
     """
     reason = dq_spec.unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is not None:
         raise NotImplementedError(reason)
-    packed = (cu_seqlens_q is not None, cu_seqlens_k is not None)
     words = lists.mask_block_bits.shape[-1] if query_bits.has_bits(lists) else 0
     if words and accum is not None:
         raise NotImplementedError("accum with mask_block_bits: an accumulator's rows are of one head; see `add`")
     softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     left, right = edges(causal, window_size)
-    heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
     if normalized is None:
         normalized = lists_of_queries(
             q,
@@ -160,26 +150,15 @@ def backward_dq(
             seqused=(seqused_q, seqused_k),
             max_seqlen_q=max_seqlen_q,
         )
-    spec = DqSpec(
-        dtype=q.dtype,
-        head_dim=q.shape[-1],
-        block_k=query_bits.BIT_KEYS if words else STEP if lists.block_size is None else lists.block_size[1],
-        group=q.shape[-2] // k.shape[-2],
-        list_group=1 if words else heads.group,
-        subtiles=normalized.q_subtile_factor,
-        edges=(left is not None, right is not None),
-        packed=packed,
+    spec = DqSpec.of(
+        q, k, lists, normalized, (left, right), (cu_seqlens_q, cu_seqlens_k), q_offset,
+        short_rows=has_short_rows(lists),
         seqused=(seqused_q is not None, seqused_k is not None),
-        offset=q_offset is not None,
         from_accum=accum is not None,
         onto_dq=add,
         sums=out is not None,
-        start=start if packed[0] else ROWS,
-        words=words,
-        packed_heads=query_bits.rows_of_token(heads, q.shape[-2] // k.shape[-2]) if words else 1,
-        stay=words == 1 or has_short_rows(lists),  # with a word for all tokens of a tile, they are few: short unions
-        by_warp=by_warp(dispatch_arch()),
-    )
+        start=start if cu_seqlens_q is not None else ROWS,
+    )  # fmt: skip
     key = (
         dispatch_arch(),
         target_sm_count() if spec.stay else None,

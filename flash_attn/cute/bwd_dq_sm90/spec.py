@@ -1,16 +1,17 @@
 """Options of the dq pass's kernel, and the calls that it can do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.lists.query_bits import has_bits
+from flash_attn.cute.lists.query_bits import BIT_KEYS, has_bits, rows_of_token
+from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import ROWS, STEP, box_columns
+from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.multiply.host import DTYPES
+from flash_attn.cute.runtime.own_device import dispatch_arch
 
 WARPGROUPS, THREADS, WARPS = 2, 128, 4  # that multiply, and threads and warps of each
 TILE_M = WARPGROUPS * ROWS  # queries of a tile
@@ -20,43 +21,51 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True)
 class DqSpec:
-    """Options that a kernel is compiled for, lists and mask_mod apart; hashable.
-
-    Attributes:
-        group: query heads of a key/value head.
-        list_group: of them, how many share a list that is indexed by key/value head; else 1.
-        subtiles: tiles of TILE_M queries in a block of the lists.
-        edges: whether there is a left and a right end of what a query sees; causal is a right one.
-        packed, seqused: whether cu_seqlens, and seqused, are there for queries and keys.
-        offset: whether positions of first queries are given.
-        from_accum: whether dq starts from what the fp32 accumulator holds, not from 0.
-        onto_dq: whether what dq holds is added before rounding.
-        sums: whether dpsum and lse_log2 are computed and written, not read.
-        start: rows that sequences of dpsum, lse_log2 and the accumulator start at multiples of.
-        words: of bits beside each entry of the lists, 0 for lists without.
-        packed_heads: query heads that a tile has rows of, alternating: with bits, those that share a list.
-        stay: as many CTAs as run at a time loop the tiles; else a CTA to a tile.
-        by_warp: how products are made (`multiply.product`).
-    """
+    """Options that a kernel is compiled for, lists and mask_mod apart; hashable."""
 
     dtype: torch.dtype
     head_dim: int
     block_k: int
-    group: int
-    subtiles: int
-    edges: tuple[bool, bool]
-    packed: tuple[bool, bool]
-    offset: bool
-    words: int
-    packed_heads: int
-    stay: bool
-    by_warp: bool
-    list_group: int = 1
+    group: int  # query heads of a key/value head
+    subtiles: int  # tiles of TILE_M queries in a block of the lists
+    edges: tuple[bool, bool]  # whether there is a left and a right end of what a query sees; causal is a right one
+    packed: tuple[bool, bool]  # whether there are cu_seqlens of queries and keys
+    offset: bool  # whether positions of first queries are given
+    words: int  # of bits beside each entry of the lists, 0 for lists without
+    packed_heads: int  # query heads that a tile has rows of, alternating: with bits, those that share a list
+    stay: bool  # as many CTAs as run at a time loop over the tiles; else a CTA to a tile
+    by_warp: bool  # how products are made (`multiply.product`)
+    list_group: int = 1  # query heads of a group that share a list that is indexed by key/value head; else 1
     seqused: tuple[bool, bool] = (False, False)
-    from_accum: bool = False
-    onto_dq: bool = False
-    sums: bool = False
-    start: int = ROWS
+    from_accum: bool = False  # whether dq starts from what the fp32 accumulator holds, not from 0
+    onto_dq: bool = False  # whether what dq holds is added before rounding
+    sums: bool = False  # whether dpsum and lse_log2 are computed and written, not read
+    start: int = ROWS  # rows that sequences of dpsum, lse_log2 and the accumulator start at multiples of
+
+    @staticmethod
+    def of(
+        q: torch.Tensor, k: torch.Tensor, lists: BlockSparseTensorsTorch, normalized: Any, edges: tuple, starts: tuple,
+        q_offset: Optional[torch.Tensor], *, short_rows: bool = False, **options: Any,
+    ) -> "DqSpec":  # fmt: skip
+        """Of a call. starts: cu_seqlens. short_rows: unions of few tokens are short without it."""
+        words, group = lists.mask_block_bits.shape[-1] if has_bits(lists) else 0, q.shape[-2] // k.shape[-2]
+        heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
+        return DqSpec(
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
+            block_k=BIT_KEYS if words else STEP if lists.block_size is None else lists.block_size[1],
+            group=group,
+            subtiles=normalized.q_subtile_factor,
+            edges=tuple(edge is not None for edge in edges),
+            packed=tuple(start is not None for start in starts),
+            offset=q_offset is not None,
+            words=words,
+            packed_heads=rows_of_token(heads, group) if words else 1,
+            stay=words == 1 or short_rows,
+            by_warp=by_warp(dispatch_arch()),
+            list_group=1 if words else heads.group,
+            **options,
+        )
 
     @property
     def stages(self) -> int:

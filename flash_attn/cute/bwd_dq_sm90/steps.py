@@ -53,28 +53,19 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class WarpgroupSteps:
-    """One tile's steps, to a warpgroup.
+    """One tile's steps, to a warpgroup."""
 
-    Attributes:
-        stage, block: products with a stage; with bits also those with one of its blocks.
-        pipelines: of q, do, k and v.
-        loaded: False where q and do are there from the beginning.
-        phase: of the slots of q and do.
-        rows: lse_log2 and dpsum of the thread's rows.
-        wait: for products, all but the last so many.
-    """
-
-    stage: Products
+    stage: Products  # stage, block: products with a stage; with bits also those with one of its blocks
     block: Optional[Products]
-    pipelines: tuple[pipeline_custom.PipelineTmaAsync, ...]
-    loaded: bool
+    pipelines: tuple[pipeline_custom.PipelineTmaAsync, ...]  # of q, do, k and v
+    loaded: bool  # False where q and do are there from the beginning
     group: Int32
-    phase: Int32
+    phase: Int32  # of the slots of q and do
     loop: KeyLoop
     mask: KeyMask
-    rows: tuple[tuple[Float32, Float32], ...]
+    rows: tuple[tuple[Float32, Float32], ...]  # lse_log2 and dpsum of the thread's rows
     scale_log2: Float32
-    wait: Callable[[int], None]
+    wait: Callable[[int], None]  # for products, all but the last so many
 
     @cute.jit
     def run_all(self, steps: Int32, state: pipeline.PipelineState):

@@ -138,12 +138,7 @@ def allocate_output(smem: cutlass.utils.SmemAllocator, layout: cute.ComposedLayo
 
 @cute.jit
 def load_output(
-    gmem: cute.Tensor,
-    smem: cute.Tensor,
-    tiled_copy: cute.TiledCopy,
-    tidx: Int32,
-    rows: Int32,
-    columns: Int32,
+    gmem: cute.Tensor, smem: cute.Tensor, tiled_copy: cute.TiledCopy, tidx: Int32, rows: Int32, columns: Int32
 ) -> None:
     """Start copying the (tile_m, head_dim) tile: there after the caller's next commit, wait and barrier."""
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(), gmem.element_type, num_bits_per_copy=128)

@@ -52,14 +52,7 @@ def load_heads(loop: HeadLoop, state_q, state_do, load_tile: Callable, copies: C
 
 
 @cute.jit
-def multiply_heads(
-    loop: HeadLoop,
-    state_q,
-    state_do,
-    multiply: Callable,
-    of_head: dict[str, Callable],
-    mask: Callable,
-):
+def multiply_heads(loop: HeadLoop, state_q, state_do, multiply: Callable, of_head: dict[str, Callable], mask: Callable):
     """Multiply the loop's tiles into dk and dv, which have to hold zeros. Returns the advanced states.
 
     of_head: what multiply takes by name, to be given the head. mask: the same.

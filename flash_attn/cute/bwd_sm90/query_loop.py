@@ -26,19 +26,15 @@ from flash_attn.cute.named_barrier import NamedBarrierBwd
 
 @dataclass(frozen=True)
 class PlanTile:
-    """A work tile of a plan, for one CTA: entries `begin` .. `end` - 1 of a key tile's loop.
-
-    `rank`: how many other work tiles add to the same dk and dv first. `start`: where a row of ragged lists starts, so
-    that nobody has to look it up; None for other lists.
-    """
+    """A work tile of a plan, for one CTA: entries `begin` .. `end` - 1 of a key tile's loop."""
 
     batch: Int32
     head: Int32
     n_block: Int32
     begin: Int32
     end: Int32
-    rank: Int32
-    start: Optional[Int64] = None
+    rank: Int32  # how many other work tiles add to the same dk and dv first
+    start: Optional[Int64] = None  # where a row of ragged lists starts
 
     @staticmethod
     def read(tensors: Optional[BlockSparseTensors], place: Int32) -> "Optional[PlanTile]":
@@ -207,15 +203,13 @@ def add_tile(
         if const_expr(not ordered):  # otherwise all adding has ended before
             cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
         cute.arch.barrier_arrive(
-            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part,
-            number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
+            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part, number_of_threads=threads_per_part + cute.arch.WARP_SIZE
         )
     if const_expr(ordered):
         barrier.wait_eq(semaphore[(m_block, None)].iterator, lane, 0, lock)
     for part in cutlass.range_constexpr(parts):
         cute.arch.barrier(
-            barrier_id=int(NamedBarrierBwd.dQFullWG0) + part,
-            number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
+            barrier_id=int(NamedBarrierBwd.dQFullWG0) + part, number_of_threads=threads_per_part + cute.arch.WARP_SIZE
         )
         with cute.arch.elect_one():
             copy_utils.cpasync_reduce_bulk_add_f32(

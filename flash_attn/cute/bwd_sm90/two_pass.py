@@ -74,9 +74,8 @@ def loops_over_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tens
     """True if a CTA loops over a key block's list for all query heads of a key/value head, in a call without a plan.
 
     k and v are then loaded once, and dk and dv stored without accumulators. But the longest list is one CTA's for the
-    whole group, and everybody may wait for it. How long it is, and how much work there is, is known by the shapes of
-    the lists alone: as many blocks as their rows have room for. Lists without tensors, of which only the block size is
-    known yet, say neither.
+    whole group. How long it is, and how much work there is, follows from the shapes of the lists alone. Lists without
+    tensors, of which only the block size is known yet, say neither.
     """
     Hq, Hkv = q.shape[-2], v.shape[-2]
     if backward.mask_block_cnt is None:

@@ -194,15 +194,12 @@ def _register(column: Int32, width: cutlass.Constexpr[int]) -> Int32:
 class TailMask:
     """A kernel's mask function, called as before, for blocks in any order.
 
-    Attributes:
-        mask_fn: a partial of an AttentionMask's apply method.
-        mask: that AttentionMask.
-        hides_end: whether the end of the keys is hidden in every block, or in none. None: in the block that the
-            sequence ends in (or that lies behind it), whatever the kernel asks for.
+    hides_end: whether the end of the keys is hidden in every block, or in none. None: in the block that the sequence
+    ends in (or that lies behind it), whatever the kernel asks for.
     """
 
-    mask_fn: partial
-    mask: object
+    mask_fn: partial  # a partial of an AttentionMask's apply method
+    mask: object  # that AttentionMask
     hides_end: Optional[bool] = None
 
     def at_tail(self, n_block) -> Boolean:

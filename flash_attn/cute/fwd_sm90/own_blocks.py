@@ -1,16 +1,10 @@
 """SM90 forward over unions of tokens' lists: each warpgroup multiplies only what its own tokens list.
 
-The load warp brings every block of a tile's union (`lists.query_bits`) once, each into a stage of its own. A
-warpgroup's 64 rows are half of the tile's tokens. It goes from one block that they list to the next, and hands the
-stages between them back unread. So the two warpgroups need not be at the same block: they may be apart by as many
-blocks as there are stages.
-
-A step has two of its blocks, if both are within reach, or one. Each has a softmax of its own, under products: the one
-with the values of the block before, and those with the next block's keys.
-
-A warpgroup that waits for keys has not handed back the values of the step before. As loads come in order, it may not
-wait for a block further on than there are stages: if none within reach is its own, the last one is multiplied, with
-every row hidden.
+The load warp brings every block of a tile's union (`lists.query_bits`) once, each into a stage of its own. A warpgroup
+goes from one block that its tokens list to the next, and releases the stages between them unread: the two warpgroups
+may be apart by as many blocks as there are stages. A step has two blocks, if both are within reach, or one, each with a
+softmax of its own under products. A warpgroup may not wait for a block further on than there are stages: if none within
+reach is listed, the last one is multiplied, with every row hidden.
 """
 
 from __future__ import annotations

@@ -16,12 +16,10 @@ from flash_attn.cute.lists.query_bits import has_bits
 
 MOST_ENTRIES = 64  # room of a row for mask and full blocks together, at most
 MOST_UNION_ENTRIES = 128  # of a union of tokens' lists: neighbours list alike, so it has a fifth of its room to a third
-MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for looping over on
+MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for another tile
 
-# Keys of the tiles that a tile of queries visits in a window, at most: a window of 2,048 has fewer, whichever tile the
-# kernel takes. Waiting for queries and output takes as long as a few key tiles: there is less to win the longer the
-# loop. And the last round of a fixed deal costs up to one loop, where a CTA to a tile goes to whichever multiprocessor
-# is free first.
+# Keys of the tiles that a tile of queries visits in a window, at most (a window of 2,048 has fewer): there is less to
+# win the longer the loop, and the last round of a fixed schedule costs up to one loop.
 MOST_KEYS = 2560
 
 SMEM_BYTES = 227 << 10  # of a CTA

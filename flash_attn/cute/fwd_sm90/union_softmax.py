@@ -50,10 +50,7 @@ class UnionSoftmax(Softmax):
 
     @cute.jit
     def online_softmax(
-        self,
-        acc_S: cute.Tensor,
-        is_first: cutlass.Constexpr[bool] = False,
-        check_inf: cutlass.Constexpr[bool] = True,
+        self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool] = False, check_inf: cutlass.Constexpr[bool] = True
     ) -> cute.Tensor:
         """Probabilities of a block in place of its scores.
 

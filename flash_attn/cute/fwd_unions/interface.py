@@ -15,8 +15,6 @@ from flash_attn.cute.bwd_dq_sm90.interface import lists_of_queries
 from flash_attn.cute.bwd_dq_sm90.spec import DqSpec, unsupported
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists import formats, query_bits
-from flash_attn.cute.lists.rows import ListHeads
-from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionForwardUnions
@@ -43,44 +41,28 @@ def forward_unions(
     """Attention of every token to the keys of its own list; the caller has checked the tensors, none of them empty.
 
     Args:
-        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
-        k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
+        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
         lists: forward lists with ``mask_block_bits``.
         softmax_scale: 1 / sqrt(D) unless given.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1].
         q_offset: int32 [sequences], position of each sequence's first query among its keys; the end's unless given.
-        max_seqlen_q: queries of the longest packed sequence, if known: checks that padded lists have rows for it.
+        max_seqlen_q: as in `backward_dq`.
 
     Returns:
         o like q, and the log-sum-exp, natural, -inf where a row sees no key: fp32 [B, Hq, T], packed [Hq, total].
 
     Raises:
-        NotImplementedError: an architecture, dtype or head dimension without such a kernel, or lists without bits.
-        ValueError: lists that do not fit the call.
+        NotImplementedError: no such kernel, or lists without bits. ValueError: lists that do not fit the call.
     """
     reason = unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is None and not query_bits.has_bits(lists):
         reason = "lists without mask_block_bits: they are for the kernels of upstream"
     if reason is not None:
         raise NotImplementedError(reason)
-    packed, sequences = (cu_seqlens_q is not None, cu_seqlens_k is not None), (cu_seqlens_q, cu_seqlens_k)
+    sequences = (cu_seqlens_q, cu_seqlens_k)
     normalized = lists_of_queries(q, k, lists, cu_seqlens=sequences, seqused=(None, None), max_seqlen_q=max_seqlen_q)
     left, right = edges(causal, (None, None))
-    words, group = lists.mask_block_bits.shape[-1], q.shape[-2] // k.shape[-2]
-    spec = DqSpec(
-        dtype=q.dtype,
-        head_dim=q.shape[-1],
-        block_k=query_bits.BIT_KEYS,
-        group=group,
-        subtiles=normalized.q_subtile_factor,
-        edges=(left is not None, right is not None),
-        packed=packed,
-        offset=q_offset is not None,
-        words=words,
-        packed_heads=query_bits.rows_of_token(ListHeads.of(lists, q.shape[-2], k.shape[-2]), group),
-        stay=words == 1,
-        by_warp=by_warp(dispatch_arch()),
-    )
+    spec = DqSpec.of(q, k, lists, normalized, (left, right), sequences, q_offset)
     key = (dispatch_arch(), target_sm_count() if spec.stay else None, spec, normalized.broadcast_pattern)
     kernel = _compiled(
         key,

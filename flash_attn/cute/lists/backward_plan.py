@@ -43,29 +43,23 @@ def plan_backward(
     """Backward lists with a plan, and with semaphore values where `deterministic`, ready for backward on SM90.
 
     Args:
-        lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], or compact, stacked
-            or ragged ones, [H, rows of all sequences]. H is 1, `num_heads_kv` (one list for the query heads of a
-            group) or `num_heads`.
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`, padded or packed, of 1, `num_heads_kv` or
+            `num_heads` heads.
         num_q_blocks: query blocks of a head, in the longest sequence.
-        deterministic: also merge mask and full blocks into one loop by rising semaphore value, for deterministic calls
-            in one pass. Semaphore values that `lists` hold already are ignored. Deterministic calls in two passes need
-            none of this and follow plans made without it.
-        schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
-            "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
-        longest: entries of a work tile at most; an entry is a block of queries, of one head or of a group. None:
-            `LONGEST`, and as many fewer as a group has heads.
-        listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the
-            GPU; without it the number of work tiles is read back, and whether a `schedule` on the GPU is a permutation
-            (plans of calls with `validate=True` are looked at in any case).
-        per_group: work tiles are of all query heads of a key/value head, which have to share their lists. For calls
-            that leave dq out, on SM90.
-        cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
-            need it, whose rows have room for each of them.
+        deterministic: also merge mask and full blocks by semaphore value, for deterministic calls in one pass, and
+            ignore those that `lists` hold. Two passes need none of this.
+        schedule: the order of key blocks in a head: "left to right", "right to left", "longest first", or a
+            permutation, integers [N]; [rows] of packed sequences.
+        longest: entries of a work tile at most. None: `LONGEST`, divided by the heads of a group `per_group`.
+        listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the GPU.
+        per_group: work tiles are of all query heads of a key/value head, which share their lists; for calls on SM90
+            that leave dq out.
+        cu_total_m_blocks: integers [B + 1], of the forward lists, which stacked lists need.
 
     Returns:
         The lists, packed ones as ragged ones, with `plan`, int32 [work tiles, 6]: batch, query head or, per group,
-        key/value head, key block, first entry, end, and how many work tiles add to the same dk and dv before. With
-        ragged lists [work tiles, 8]: the low and the high 32 bits of where the key block's entries start, too.
+        key/value head, key block, first entry, end, and rank: how many work tiles add to the same dk and dv before.
+        With ragged lists [work tiles, 8]: the low and the high 32 bits of where the key block's entries start, too.
 
     Raises:
         ValueError: a head count or length that does not fit, a schedule that is no permutation, or packed lists without
@@ -239,23 +233,19 @@ def check_form(lists: Any) -> None:
 class _WorkTiles:
     """int64 [work tiles], in the order of their launch.
 
-    Attributes:
-        plan: as given, to name work tiles.
-        counts: [B, H, N], what key blocks list; B is 1 where rows of all packed sequences are rows of one, and H
-            the query heads or, in plans per group, the key/value heads.
-        batch, head, row: of `counts`. sequence: `batch`, or the packed sequence.
-        key_block: the work tile's place in `counts`, flat.
-        begin, end: of its entries, in its key block's list.
+    counts: [B, H, N], what key blocks list; B is 1 where rows of all packed sequences are rows of one, and H the query
+    heads or, in plans per group, the key/value heads. batch, head, row: of `counts`. sequence: `batch`, or the packed
+    sequence.
     """
 
-    plan: torch.Tensor
+    plan: torch.Tensor  # as given, to name work tiles
     counts: torch.Tensor
     sequence: torch.Tensor
     batch: torch.Tensor
     head: torch.Tensor
     row: torch.Tensor
-    key_block: torch.Tensor
-    begin: torch.Tensor
+    key_block: torch.Tensor  # the work tile's place in `counts`, flat
+    begin: torch.Tensor  # begin, end: of its entries, in its key block's list
     end: torch.Tensor
 
     def named(self, at: int) -> str:

@@ -4,23 +4,11 @@ What is known of padded lists (`entries`, `write_order`) holds here too once the
 and a query block is told from those of other sequences. PyTorch only, and nothing waits for the device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from flash_attn.cute.lists.entries import (
-    KINDS,
-    LISTS,
-    ORDERS,
-    STARTS,
-    Kind,
-    Rows,
-    check_lists,
-    fields,
-    tensor,
-)
+from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, STARTS, Kind, Rows, check_lists, fields, tensor
 from flash_attn.cute.lists.formats import as_ragged, sequence_of_row
 
 OptionalTensor = torch.Tensor | None

@@ -6,8 +6,6 @@ lie, in every form of lists; `flat_entries` is what transposing, ordering and me
 memory are proportional to an upper bound of the blocks listed; nothing synchronises with the host. PyTorch only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -125,28 +123,18 @@ def check_lists(tensors: Sequence[Any], *, packed: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Lists as rows (CSR): mask lists and, if there are any, full ones.
+    """Lists as rows (CSR): mask lists and, if there are any, full ones. Padded lists count as one sequence."""
 
-    Attributes:
-        counts, starts: of each kind, [heads, N]: entries of a row, and the offset of its first one in `indices`.
-        indices: of each kind, flat.
-        locks: semaphore values of each kind, flat like its indices; None without.
-        sequence, block: [N], the sequence of a row and the row's number there; padded lists count as one sequence.
-        sequences: how many there are.
-        capacity: upper bound of the entries, all heads together, where no two rows share any.
-        lead: batches and heads of the rows, (1, heads) of packed sequences. repeated: those of the caller's tensors.
-    """
-
-    counts: tuple[torch.Tensor, ...]
-    starts: tuple[torch.Tensor, ...]
-    indices: tuple[torch.Tensor, ...]
-    locks: tuple[torch.Tensor, ...] | None
-    sequence: torch.Tensor
-    block: torch.Tensor
-    sequences: int
-    capacity: int
-    lead: tuple[int, int]
-    repeated: tuple[int, int]
+    counts: tuple[torch.Tensor, ...]  # of each kind, [heads, N]: entries of a row
+    starts: tuple[torch.Tensor, ...]  # the same: offset of its first one in `indices`
+    indices: tuple[torch.Tensor, ...]  # of each kind, flat
+    locks: tuple[torch.Tensor, ...] | None  # semaphore values of each kind, flat like its indices; None without
+    sequence: torch.Tensor  # [N], of a row
+    block: torch.Tensor  # [N], the row's number in its sequence
+    sequences: int  # how many there are
+    capacity: int  # upper bound of the entries, all heads together, where no two rows share any
+    lead: tuple[int, int]  # batches and heads of the rows, (1, heads) of packed sequences
+    repeated: tuple[int, int]  # those of the caller's tensors
 
     @property
     def heads(self) -> int:
@@ -219,18 +207,13 @@ def narrow(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 class FlatEntries:
     """The listed blocks, one after the other: heads, their rows in launch order, mask blocks before full ones.
 
-    Attributes (all [E], E at least the number listed; what lies past it is not `listed`):
-        row: head * N + the row's number in its head.
-        place: in the row, mask blocks first.
-        at: the offset in the indices of the entry's kind; 0 where nothing is listed.
-        block: what the row lists there; of packed sequences counted through all of them, if `across` was given.
-        is_full, listed: bool.
+    All tensors are [E], E at least the number listed; what lies past it is not `listed`.
     """
 
-    row: torch.Tensor
-    place: torch.Tensor
-    at: torch.Tensor
-    block: torch.Tensor
+    row: torch.Tensor  # head * N + the row's number in its head
+    place: torch.Tensor  # in the row, mask blocks first
+    at: torch.Tensor  # offset in the indices of the entry's kind; 0 where nothing is listed
+    block: torch.Tensor  # what the row lists there; counted through all packed sequences if `across` was given
     is_full: torch.Tensor
     listed: torch.Tensor
     rows: Rows

@@ -25,6 +25,10 @@ if TYPE_CHECKING:  # which imports this module
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
 MOST_IN_SHAPE = 2**31 - 1
+LAUNCHED = (
+    *LISTS, "cu_total_m_blocks", STARTS[0], *ORDERS, "cu_total_n_blocks", STARTS[1], "plan",
+    "mask_block_bits",
+)  # fmt: skip
 FORMS = {(3, 4): "padded", (2, 3): "compact", (2, 2): "stacked", (2, 1): "ragged"}
 
 
@@ -43,17 +47,11 @@ BACKWARD = Direction("block_sparse_tensors_bwd", "cu_total_n_blocks", 1)
 
 @dataclass(frozen=True)
 class Packing:
-    """The lengths of a call's sequences, each a pair for (queries, keys).
+    """The lengths of a call's sequences, each a pair for (queries, keys)."""
 
-    Attributes:
-        starts: cu_seqlens [B + 1], or None.
-        used: seqused [B], or None.
-        longest: the largest, where the host knows it.
-    """
-
-    starts: tuple[torch.Tensor | None, torch.Tensor | None]
-    used: tuple[torch.Tensor | None, torch.Tensor | None]
-    longest: tuple[int | None, int | None]
+    starts: tuple[torch.Tensor | None, torch.Tensor | None]  # cu_seqlens [B + 1], or None
+    used: tuple[torch.Tensor | None, torch.Tensor | None]  # seqused [B], or None
+    longest: tuple[int | None, int | None]  # the largest, where the host knows it
 
     def varies(self, side: int) -> bool:
         """Lengths on this side may differ between sequences."""
@@ -245,18 +243,7 @@ def sequence_of_row(before: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 def launch_arguments(tensors: BlockSparseTensorsTorch | None):
     """The arguments of a compiled kernel, in the order of BlockSparseTensors; None without lists."""
-    if tensors is None:
-        return None
-    return (
-        *(getattr(tensors, field) for field in LISTS),
-        tensors.cu_total_m_blocks,
-        tensors.cu_block_idx_offsets,
-        *(getattr(tensors, field) for field in ORDERS),
-        tensors.cu_total_n_blocks,
-        tensors.cu_full_block_idx_offsets,
-        tensors.plan,
-        tensors.mask_block_bits,
-    )
+    return None if tensors is None else tuple(getattr(tensors, field) for field in LAUNCHED)
 
 
 def offset_types(tensors: BlockSparseTensorsTorch) -> tuple:

@@ -13,8 +13,6 @@ Packed sequences take the other forms of `formats` too; cu_total_m_blocks then c
 `fwd_unions` and the dq pass read such lists; everything else refuses them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import gcd
 from typing import Any

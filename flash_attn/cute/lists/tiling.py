@@ -1,7 +1,6 @@
 """Tiles of the SM90 and SM100 kernels for the block sizes of lists that the dense kernels' tiles do not fit.
 
-A kernel's tile of queries may be a part of a block of queries; on SM90 its tile of keys has to be a
-block of keys. `BACKWARD` holds the tiles to take where the dense one does not fit.
+A tile of queries may be a part of a block; on SM90 a tile of keys has to be a block of keys.
 """
 
 from typing import Any, Optional
@@ -25,14 +24,11 @@ NARROW = dict(n_block_size=64, AtomLayoutNdKV=1, num_wg=1)
 NARROW_TWICE = NARROW | dict(ctas_per_mp=2)
 WIDE = dict(n_block_size=128, AtomLayoutNdKV=2)
 
-# By the largest head dimension, in the order of trying: the first whose tile fits the blocks is taken.
-# Blocks of 64 keys add twice as much to dq as blocks of 128, which bounds them whatever the tile: at head dimension 128
-# the best of ten tiles are within 2 % of each other, 1.3 times the time of 128-wide blocks a listed token; at 64, where
-# two CTAs to a multiprocessor are best, 1.1 times.
+# By the largest head dimension, in the order of trying: the first whose tile fits the blocks is taken. Blocks of 64
+# keys add twice as much to dq as blocks of 128, which bounds them whatever the tile.
 BACKWARD: dict[int, tuple[dict[str, int], ...]] = {64: (NARROW_TWICE, WIDE), 128: (NARROW,)}
 
-# The same for kernels without dq. Their keys and values stay, nothing is staged for memory, and dS goes from registers
-# into dK's product: there is room for a second CTA, or for more stages of queries.
+# The same for kernels without dq, which have shared memory for a second CTA, or for more stages of queries.
 WITHOUT_DQ: dict[int, tuple[dict[str, int], ...]] = {64: (NARROW_TWICE, WIDE), 128: (NARROW_TWICE, WIDE)}
 
 # What all of them have in common.

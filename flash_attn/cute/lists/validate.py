@@ -6,8 +6,6 @@ value that nobody reaches makes the GPU hang. Lists of every form are checked as
 are proportional to the blocks listed; every check waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,31 +18,22 @@ from flash_attn.cute.lists.write_order import as_launch_order, ranks
 
 @dataclass(frozen=True)
 class Side:
-    """Lists of one direction as rows; those of packed sequences one after the other.
+    """Lists of one direction as rows; those of packed sequences one after the other."""
 
-    Attributes:
-        name: forward or backward.
-        lists: the caller's, which messages name.
-        rows: of as many batches and heads as those of the other direction; rows that no sequence has list nothing.
-        heads: (B, H) of the rows; packed, where B is 1, H of the lists as given.
-        across: int64 [N], how many blocks there are for a row to list; `columns` is the largest.
-        starts: of packed sequences, the field that says where rows start, of each kind.
-    """
-
-    name: str
-    lists: Any
-    rows: Rows
-    heads: tuple[int, int]
-    across: torch.Tensor
+    name: str  # forward or backward
+    lists: Any  # the caller's, which messages name
+    rows: Rows  # of as many batches and heads as those of the other direction; rows that no sequence has list nothing
+    heads: tuple[int, int]  # (B, H) of the rows; packed, where B is 1, H of the lists as given
+    across: torch.Tensor  # int64 [N], how many blocks there are for a row to list; `columns` is the largest
     columns: int
     block_size: tuple[int, int]
-    starts: tuple[str, ...] | None = None
+    starts: tuple[str, ...] | None = None  # of packed sequences, the field that says where rows start, of each kind
 
     @property
     def packed(self) -> bool:
         return self.starts is not None
 
-    def spread(self, heads: tuple[int, int]) -> Side:
+    def spread(self, heads: tuple[int, int]) -> "Side":
         """The side with the rows of so many batches and heads, which may share entries."""
         B, H = self.rows.lead
 

@@ -5,8 +5,6 @@
 Waits for the device, so it does not go into a CUDA graph.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,9 +62,7 @@ OptionalTensor = torch.Tensor | None
 
 
 def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = False, forward: Any = None) -> None:
-    """Refuse the lists of a call (or None) to kernels that do not read them, some of which would say nothing.
-
-    What upstream asserts is in its words: programs match on them.
+    """Refuse the lists of a call (or None) to kernels that do not read them; what upstream asserts is in its words.
 
     forward: the lists of the forward pass, in a backward call that has them.
     """
@@ -176,12 +172,10 @@ def validate_lists(
         seqlen_q, seqlen_k: queries and keys of a sequence.
         num_heads: query heads; the lists' head dimension is that, 1, or `num_heads_kv`.
         batch_size: None: any.
-        block_size: (queries, keys) of a block, where the lists do not say. Backward lists of another block size than
-            the forward lists' are not compared with them.
+        block_size: (queries, keys) of a block, where the lists do not say; lists of different ones are not compared.
         ascending: also ask for rising indices in every row.
         order: key blocks in the order of their launch (see `compute_dq_write_order`), which the semaphore values have
-            to follow. None: it follows from ``backward.spt``; without that, they only have to be 0, 1, 2, ... for the
-            key blocks that list a query block, each once.
+            to follow. None: it follows from ``backward.spt``; without that, any order will do.
 
     Raises:
         ValueError: naming the tensor, and the first wrong entry by its place and value.
@@ -280,11 +274,7 @@ def _block(lists: Any, seqlen: int) -> int:
 
 
 def _packed_side(
-    direction: Direction,
-    lists: Any,
-    packed: Packing | None,
-    lengths: list[tuple[int, int]],
-    heads: tuple[int, int],
+    direction: Direction, lists: Any, packed: Packing | None, lengths: list[tuple[int, int]], heads: tuple[int, int]
 ) -> Side:
     """The rows of all sequences; those that none of them needs list nothing."""
     own, field = direction.side, direction.rows_before

@@ -10,9 +10,8 @@ Time and memory are proportional to an upper bound of the blocks listed; nothing
 only.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -34,15 +33,6 @@ from flash_attn.cute.lists.entries import (
 MOST_QUERY_BLOCKS = 1 << 20  # of one head, where the caller does not say how many there are
 
 OptionalTensor = torch.Tensor | None
-
-
-class _Lists(NamedTuple):
-    """The fields of lists that `padded_rows` reads."""
-
-    mask_block_cnt: torch.Tensor
-    mask_block_idx: torch.Tensor
-    full_block_cnt: OptionalTensor
-    full_block_idx: OptionalTensor
 
 
 def compute_dq_write_order(
@@ -79,10 +69,10 @@ def compute_dq_write_order(
     Raises:
         ValueError: `spt` and `order` are both given, or a shape does not fit.
     """
-    backward = _Lists(bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx)
+    backward = (bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx)
     check_lists(backward)
     order = as_launch_order(spt, order, bwd_mask_cnt.shape[2], bwd_mask_cnt.device)
-    rows = padded_rows(backward, order)
+    rows = padded_rows(SimpleNamespace(**dict(zip(LISTS, backward, strict=True))), order)
     M, N = fwd_mask_idx.shape[2], bwd_mask_idx.shape[2]
     forward_width = fwd_mask_idx.shape[3] + (0 if fwd_full_idx is None else fwd_full_idx.shape[3])
     capacity = min(M * min(forward_width, N), N * min(rows.width, M))  # a head's: no block is listed twice
@@ -100,21 +90,18 @@ def packed_write_order(
     listed: int | None = None,
     cu_total_m_blocks: OptionalTensor = None,
 ) -> Any:
-    """Backward lists of packed sequences with semaphore values, for deterministic backward in one pass.
-
-    What `compute_dq_write_order` is for padded lists; rows may be in any order.
+    """Backward lists of packed sequences with semaphore values: `compute_dq_write_order` of packed lists.
 
     Args:
         lists: backward lists with the fields of `BlockSparseTensorsTorch`; semaphore values in them are replaced.
         num_q_blocks: of the longest sequence.
         spt: key blocks are launched from the last to the first.
         listed: upper bound of the blocks listed, all heads and sequences together. None: the capacity of the lists.
-        cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
-            need it, whose rows have one entry for each of them.
+        cu_total_m_blocks: integers [B + 1], of the forward lists, which stacked lists need.
 
     Returns:
-        The lists with dq_write_order and, of full lists, dq_write_order_full: int32, like the indices, 0 after the
-        entries in use; and with `spt`. Compact and stacked lists of one head are repeated where others have more.
+        The lists with dq_write_order and, of full lists, dq_write_order_full, 0 after the entries in use; and with
+        `spt`. Compact and stacked lists of one head are repeated where others have more.
 
     Raises:
         TypeError, ValueError: lists of another form, stacked ones without `cu_total_m_blocks`, ragged ones whose heads
@@ -162,17 +149,18 @@ def merged_lists(
         lists: backward lists with the fields of `BlockSparseTensorsTorch`.
         order: as in `compute_dq_write_order`: semaphore values follow from it; of packed lists [1 or H, rows]. None:
             take those in the lists.
-        descending: among equal semaphore values the later query block comes first; right for a launch from the first
-            key block to the last. False for the opposite (``spt``).
-        width: of the rows of padded lists, at least the longest row. None: that of both lists together, and no more
-            than `num_q_blocks`.
-        num_q_blocks: query blocks of a head, in the longest sequence, for the sort's keys. None: `MOST_QUERY_BLOCKS`.
+        descending: among equal semaphore values the later query block comes first; False for ``spt``.
+        width: of padded rows, at least the longest row. None: that of both lists, at most `num_q_blocks`.
+        num_q_blocks: query blocks of a head, in the longest sequence. None: `MOST_QUERY_BLOCKS`.
         listed: upper bound of the blocks listed, all heads and batches together. None: the capacity of the lists.
         cu_total_m_blocks: as in `packed_write_order`.
 
     Returns:
         The lists: entries, ``query_block * 2 + is_full``, in mask_block_idx, their semaphore values in dq_write_order,
         both 0 after the entries in use.
+
+    Raises:
+        ValueError: the sort's keys would pass 63 bits (give `num_q_blocks`), or a shape does not fit.
     """
     fields(lists)
     M, packed, launch = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks, is_packed(lists), order

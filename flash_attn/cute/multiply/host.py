@@ -1,7 +1,5 @@
 """Host code that the dq pass, the dk and dv pass and forward over unions share: arguments, and compiling for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import wraps
@@ -67,22 +65,16 @@ class CompiledKernels:
 
 @dataclass(frozen=True)
 class FakeCall:
-    """Fake tensors of a call to compile for: sizes and strides are symbols.
-
-    Attributes:
-        q, k: shapes.
-        lead: batch of the queries; () where they are packed.
-        heads: query heads.
-    """
+    """Fake tensors of a call to compile for: sizes and strides are symbols."""
 
     dtype: torch.dtype
-    q: tuple
+    q: tuple  # q, k: shapes
     k: tuple
-    lead: tuple
-    heads: cute.SymInt
+    lead: tuple  # batch of the queries; () where they are packed
+    heads: Any  # query heads
 
     @staticmethod
-    def of(dtype: torch.dtype, head_dim: int, packed: tuple[bool, bool]) -> FakeCall:
+    def of(dtype: torch.dtype, head_dim: int, packed: tuple[bool, bool]) -> "FakeCall":
         batch, Hq, Hkv = (cute.sym_int() for _ in range(3))
         lead_q, lead_k = (() if of_side else (batch,) for of_side in packed)
         q, k = (*lead_q, cute.sym_int(), Hq, head_dim), (*lead_k, cute.sym_int(), Hkv, head_dim)

@@ -27,16 +27,12 @@ Index = Int32 | tuple[Int32, Int32]
 class Product:
     """A product A B^T, or one that adds to others.
 
-    Attributes:
-        mma: of the warpgroup.
-        A: [64, K, stages] in shared memory, or [64, K] in registers; as wgmma or ldmatrix takes it, B too.
-        B: [N, K, stages] in shared memory.
-        loads: of ldmatrix, for A and B; None with wgmma, and for A in registers.
+    loads: of ldmatrix, for A and B; None with wgmma, and for A in registers.
     """
 
-    mma: cute.TiledMma
-    A: cute.Tensor
-    B: cute.Tensor
+    mma: cute.TiledMma  # of the warpgroup
+    A: cute.Tensor  # [64, K, stages] in shared memory, or [64, K] in registers; as wgmma or ldmatrix takes it, B too
+    B: cute.Tensor  # [N, K, stages] in shared memory
     columns: int
     by_warp: bool
     loads: tuple[Optional[cute.TiledCopy], Optional[cute.TiledCopy]] = (None, None)

@@ -44,14 +44,8 @@ FORWARD = (
 OF_FORWARD = tuple(argument.split()[-1] for argument in FORWARD.split(", "))
 LIST_OPTIONS = ("block_size", "spt", "plan_per_group", "passes")
 LIST_TENSORS = tuple(name for name in BlockSparseTensorsTorch._fields if name not in LIST_OPTIONS)
-MASKS = (
-    "softcap",
-    "deterministic",
-    "compress_factor",
-    "compress_offset",
-    "window_size_left",
-    "window_size_right",
-)  # which kernels with qv lack
+# Which kernels with qv lack.
+MASKS = tuple("softcap deterministic compress_factor compress_offset window_size_left window_size_right".split())
 CALLABLES = ("score_mod", "score_mod_bwd", "mask_mod")
 OUTSIDE = (
     "flash_attn.cute: a call with score_mod, score_mod_bwd or mask_mod, which are Python functions, or with max_seqlen "

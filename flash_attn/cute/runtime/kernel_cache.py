@@ -118,9 +118,8 @@ def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
 class Turns:
     """Locks between processes that want the same kernel: one compiles it, the others wait and load it.
 
-    A turn is the lock of a file, so it ends with its process. A thread has one at most: what it compiled before is
-    done, or has failed, when it asks for the next. So nobody waits for somebody who waits. Who has failed and asks for
-    nothing more is waited for as long as a kernel may take.
+    A turn is the lock of a file, so it ends with its process. A thread has one at most, so nobody waits for somebody
+    who waits.
     """
 
     def __init__(self, longest: float = 60.0, pause: float = 0.02) -> None:

@@ -81,9 +81,8 @@ def check_target() -> None:
 def target_sm_count() -> int:
     """Multiprocessors of the compilation target.
 
-    The count is a constant of the compiled grid and bounds it; a kernel compiled for another count
-    is slower, never wrong. So a stated target (FLASH_ATTENTION_NUM_SMS, as for tile selection)
-    wins over the device at hand, and only without one is the driver asked.
+    The count bounds the compiled grid; a kernel compiled for another count is slower, never wrong. A stated target
+    (FLASH_ATTENTION_NUM_SMS, as for tile selection) wins over the device at hand.
     """
     if os.getenv("FLASH_ATTENTION_NUM_SMS") is None:
         return _device_sm_count()

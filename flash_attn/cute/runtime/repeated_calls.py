@@ -25,20 +25,13 @@ class _Slot(int):
 
 
 class _Call(NamedTuple):
-    """A launch that can be made again.
+    """A launch that can be made again."""
 
-    Attributes:
-        compiled: the kernel.
-        arguments: its arguments; a `_Place` stands for a tensor of the call.
-        o, lse: shapes of the outputs.
-        cache: the cache that the kernel is from, kept so that no other object takes its id.
-    """
-
-    compiled: Callable[..., None]
-    arguments: tuple
-    o: torch.Size
+    compiled: Callable[..., None]  # the kernel
+    arguments: tuple  # its arguments; a `_Place` stands for a tensor of the call
+    o: torch.Size  # o, lse: shapes of the outputs
     lse: torch.Size
-    cache: object
+    cache: object  # the cache that the kernel is from, kept so that no other object takes its id
 
     def launch(self, tensors: list[Tensor], into: Optional[Tuple[Tensor, Tensor]]) -> Tuple[Tensor, Tensor]:
         if into is None:

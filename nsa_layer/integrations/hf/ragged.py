@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from nsa_layer.inputs import starts_of_lengths
+from nsa_layer.checks import starts_of_lengths
 
 Tensor = torch.Tensor
 NOT_THE_CACHED = "attention_mask must be that of the cached tokens, of which it may hide a row's last, and the new ones"

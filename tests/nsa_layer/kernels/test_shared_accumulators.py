@@ -51,7 +51,8 @@ ON_HOPPER = [
     (dict(causal=False), (2, 1, 320)),
     (dict(T=40), (1, 1, 64)),
 ]
-ON_BLACKWELL = [(dict(D=64), (1, 1, 128)), ({}, (2, 1, 128)), (dict(lengths=PACKED), (2, 2, 128))]
+# Tiles read unions there, whose kernels of dk and dv add to no accumulator: those are of other keys.
+ON_BLACKWELL = [(dict(D=64), (1, 2, 128)), ({}, (1, 2, 128)), (dict(lengths=PACKED), (1, 2, 128))]
 
 
 def test_branches_share_accumulators(compiler: Worker) -> None:

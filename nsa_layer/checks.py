@@ -1,23 +1,145 @@
-"""Argument checks of `nsa`: errors name the argument, its value and the expectation, before anything runs."""
+"""Checks of arguments: errors name the argument, its value and the expectation, before anything runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from nsa_layer import support
-from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors
+from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors
 from nsa_layer.config import LARGEST, NSAConfig, require_bools
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPACITY = 1024
+Q, FLOAT, INT32, ANY = "q", "float", "int32", "any"  # q's dtype; of floating point; what q may have
+
+
+class Kind(NamedTuple):
+    """What a tensor has to be.
+
+    Attributes:
+        shape: a letter or number for each dimension; "tokens", "keys" and "blocks" stand for those of a layout.
+        dtype: `Q`, `FLOAT`, `INT32` or `ANY`.
+        dense: contiguous in its last dimension.
+        required: None is no such tensor.
+    """
+
+    shape: str
+    dtype: str
+    dense: bool = False
+    required: bool = False
+
+
+# Every tensor that the public functions take, but for starts of packed sequences and lists of blocks.
+ARGUMENTS = {
+    "q": Kind("tokens Hq D", ANY, dense=True, required=True),
+    "k": Kind("keys Hkv D", Q, dense=True),
+    "v": Kind("keys Hkv Dv", Q, dense=True),
+    "gate_weight": Kind("Hq 3 D", FLOAT),
+    "gates": Kind("tokens Hq 3", FLOAT),
+    "compress_k_weight": Kind("Hkv D D", FLOAT),
+    "compress_v_weight": Kind("Hkv Dv Dv", FLOAT),
+    "k_cmp": Kind("blocks Hkv D", Q, dense=True),
+    "v_cmp": Kind("blocks Hkv Dv", Q, dense=True),
+    "k_win": Kind("keys Hkv D", Q, dense=True),
+    "v_win": Kind("keys Hkv Dv", Q, dense=True),
+    "q_offset": Kind("sequences", INT32),
+    "k_cache": Kind("rows S Hkv D", Q, dense=True, required=True),
+    "v_cache": Kind("rows S Hkv Dv", Q, dense=True, required=True),
+    "k_win_cache": Kind("rows S Hkv D", Q, dense=True),
+    "v_win_cache": Kind("rows S Hkv Dv", Q, dense=True),
+    "k_cmp_cache": Kind("rows_cmp Sc Hkv D", Q, dense=True),
+    "v_cmp_cache": Kind("rows_cmp Sc Hkv Dv", Q, dense=True),
+    "cache_seqlens": Kind("B", INT32, required=True),
+    "page_table": Kind("B pages", INT32),
+    "cmp_page_table": Kind("B cmp_pages", INT32),
+    "cache_batch_idx": Kind("B", INT32),
+    "out": Kind("tokens Hq Dv", Q),
+}
+BATCH = {"tokens": "B T", "keys": "B T", "blocks": "B Tc"}
+PACKED = {"tokens": "total", "keys": "total", "blocks": "blocks"}
+NO_EMPTY = ("q", "k", "v", "k_cache", "v_cache")
 
 # Everything that the checks read, of calls that passed: an equal call is not checked again.
 _passed: dict[Hashable, CallSpec] = {}
+
+
+def check_tensor(
+    name: str, x: object, q: torch.Tensor, sizes: dict[str, int], layout: Mapping[str, str], *, required: bool = False
+) -> None:
+    """Raise TypeError or ValueError unless x is what `ARGUMENTS` say.
+
+    Args:
+        sizes: by letter; a letter that is not there is any size, and is what it is from then on.
+        layout: `BATCH`, `PACKED` or another one.
+        required: None is an error.
+    """
+    kind = ARGUMENTS[name]
+    if x is None and not (required or kind.required):
+        return
+    check_kind(name, x, q, kind.dtype, optional=not (required or kind.required))
+    letters = " ".join(layout.get(each, each) for each in kind.shape.split()).split()
+    shape = tuple(x.shape)
+    if name in NO_EMPTY and 0 in shape:
+        raise ValueError(f"{name} must have no empty dimension, got shape {shape}")
+    wanted = [int(each) if each.isdigit() else sizes.get(each) for each in letters]
+    if len(shape) != len(wanted) or any(n is not None and n != m for n, m in zip(wanted, shape)):
+        said = ", ".join(each if n is None else str(n) for each, n in zip(letters, wanted))
+        raise ValueError(f"{name} must have shape ({said}), got {shape}")
+    if kind.dense and x.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {x.stride(-1)}")
+    for each, n in zip(letters, shape):
+        sizes.setdefault(each, n)
+
+
+def check_kind(name: str, x: object, q: object, dtype: str, *, optional: bool = True) -> None:
+    """Raise TypeError or ValueError unless x is a tensor of such a dtype on q's device."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor{' or None' * optional}, got {type(x).__name__}")
+    refuse_nested(name, x)
+    if dtype == ANY and x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if dtype == FLOAT and not x.is_floating_point():
+        raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
+    if dtype == INT32 and x.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype}")
+    if dtype == Q and x.dtype != q.dtype:
+        raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+
+
+def refuse_nested(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError for a nested tensor, whose shape says little or cannot be asked for."""
+    if x.is_nested:
+        raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
+
+
+def check_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool, same_length: bool = True
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Raise TypeError or ValueError unless they are what `nsa` takes; sizes by letter, and the layout.
+
+    Args:
+        same_length: k has as many tokens as q.
+    """
+    sizes, layout = {}, PACKED if packed else BATCH
+    if not same_length:
+        layout = layout | dict(keys="total_k" if packed else "B S")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, q, sizes, layout, required=True)
+    check_groups(sizes)
+    return sizes, layout
+
+
+def check_groups(sizes: dict[str, int], of: str = "k") -> None:
+    """Raise ValueError unless each key/value head has as many query heads."""
+    if sizes["Hq"] % sizes["Hkv"]:
+        raise ValueError(f"q's heads must be a multiple of {of}'s, got {sizes['Hq']} and {sizes['Hkv']}")
 
 
 class Arguments(NamedTuple):
@@ -58,24 +180,42 @@ def check_inputs(given: Arguments, *, backend: str | None = "reference", validat
 def _check(given: Arguments, backend: str | None = "reference", validate: bool = True) -> CallSpec:
     tensors, config, softmax_scale, max_seqlen, causal = given
     q, k, v, cu_seqlens, block_indices = *tensors[:3], tensors.cu_seqlens, tensors.block_indices
-    if not isinstance(config, NSAConfig):
-        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    require_config(config)
     require_bools(causal=causal)
-    check_qkv(q, k, v, packed=cu_seqlens is not None)
-    D, Hkv = k.shape[-1], k.shape[-2]
-    check_weights(tensors, Hkv, v.shape[-1])
+    packed, count = cu_seqlens is not None, config.compressed_length
+    sizes, layout = check_qkv(q, k, v, packed=packed)
     leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q)
+    check_exclusive(tensors)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
     if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
         bound = max_seqlen
-    _check_own_keys(tensors, config, lengths)
+    if not packed:
+        sizes["Tc"] = count(sizes["T"])
+    elif lengths is not None:
+        sizes["blocks"] = sum(map(count, lengths))
+    if tensors.has_own_window and not config.window_size:
+        raise ValueError("k_win and v_win must be None where there is no window, got one with window_size=0")
+    for name in DIFFERENTIABLE[3:]:
+        check_tensor(name, getattr(tensors, name), q, sizes, layout)
     if block_indices is not None:
-        of = lengths if cu_seqlens is not None else q.shape[1:2]
-        tiles = None if of is None else list(map(config.num_tiles, of))
-        check_lists(block_indices, q, Hkv, tiles, packed=cu_seqlens is not None)
-    scale, listed = check_scale(softmax_scale, D), block_indices is not None
+        of = lengths if packed else q.shape[1:2]
+        check_lists(block_indices, q, sizes["Hkv"], None if of is None else [*map(config.num_tiles, of)], packed=packed)
+    scale, listed = check_scale(softmax_scale, sizes["D"]), block_indices is not None
     return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)
+
+
+def require_config(config: object) -> None:
+    """Raise TypeError unless it is an `NSAConfig`."""
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+
+
+def check_exclusive(given: Any) -> None:
+    """Raise ValueError where two arguments of a call say the same."""
+    for one, other in (("gate_weight", "gates"), ("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
+        if getattr(given, one) is not None and getattr(given, other) is not None:
+            raise ValueError(f"{one} and {other} exclude each other, got both; pass one or neither")
 
 
 def check_list_count(block_indices: torch.Tensor, q: torch.Tensor, cu_seqlens: torch.Tensor, q_tile: int) -> None:
@@ -94,25 +234,6 @@ def leaves_starts_on_gpu(backend: str | None, cu_seqlens: torch.Tensor | None, q
     return backend in (None, "cute") and support.has_kernels(q)
 
 
-def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int, ...] | None) -> None:
-    (q, k, v), count = tensors[:3], config.compressed_length
-    if tensors.has_own_window and not config.window_size:
-        raise ValueError("k_win and v_win must be None where there is no window, got one with window_size=0")
-    lead = (q.shape[0], count(q.shape[1])) if q.dim() == 4 else (sum(map(count, lengths)),) if lengths else ()
-    shapes = ((*lead, *k.shape[-2:]), (*lead, *v.shape[-2:]), tuple(k.shape), tuple(v.shape))
-    for name, shape in zip(OWN_KEYS, shapes, strict=True):
-        if (x := getattr(tensors, name)) is None:
-            continue
-        if "cmp" in name and not lead:  # lengths are not known here
-            rows = tensors.v_cmp if tensors.k_cmp is None else tensors.k_cmp
-            shape = (*rows.shape[:1], *shape)
-        _check_weight(name, x, shape, q)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, got stride {x.stride(-1)}")
-
-
 def lists_in_int32(block_indices: object) -> object:
     """Lists of int64 in int32: numbers that it has no room for are padding in both."""
     if isinstance(block_indices, torch.Tensor) and block_indices.dtype == torch.int64 and not block_indices.is_nested:
@@ -121,30 +242,26 @@ def lists_in_int32(block_indices: object) -> object:
 
 
 def check_lists(
-    block_indices: torch.Tensor, q: torch.Tensor, Hkv: int, tiles: list[int] | None, *, packed: bool
+    block_indices: torch.Tensor, q: torch.Tensor, Hkv: int, tiles: Sequence[int] | None, *, packed: bool
 ) -> None:
     """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n].
 
     Args:
         tiles: of each packed sequence, or of each sequence of a batch: one number. None: not known.
     """
-    name = "block_indices"
-    if not isinstance(block_indices, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(block_indices).__name__}")
-    refuse_nested(name, block_indices)
-    if block_indices.dtype != torch.int32:
+    name, shape = "block_indices", getattr(block_indices, "shape", ())
+    if isinstance(block_indices, torch.Tensor) and block_indices.dtype != torch.int32 and not block_indices.is_nested:
         raise TypeError(f"{name} must be int32 or int64, got {block_indices.dtype}")
-    if block_indices.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {block_indices.device}")
-    lead = tuple(block_indices.shape[:1]) if tiles is None else (sum(tiles),) if packed else (q.shape[0], *tiles)
-    heads, shape = (Hkv, q.shape[-2]), tuple(block_indices.shape)
+    check_kind(name, block_indices, q, INT32)
+    lead = tuple(shape[:1]) if tiles is None else (sum(tiles),) if packed else (q.shape[0], *tiles)
+    heads, shape = (Hkv, q.shape[-2]), tuple(shape)
     # Not `in`: in graphs of PyTorch 2.11 no number is in a tuple of symbols.
     if shape[:-2] != lead or len(shape) < 2 or all(shape[-2] != count for count in heads) or shape[-1] == 0:
         said = ", ".join(map(str, lead))
         raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
 
 
-def check_positions(q_offset: torch.Tensor | int | None, pairs: Sequence[tuple[int, int]], *, causal: bool) -> None:
+def check_positions(q_offset: torch.Tensor | int | None, pairs: Iterable[tuple[int, int]], *, causal: bool) -> None:
     """Raise ValueError for queries before the first key of their sequence.
 
     The numbers of a tensor are read on a CPU only, and not in a graph.
@@ -155,90 +272,15 @@ def check_positions(q_offset: torch.Tensor | int | None, pairs: Sequence[tuple[i
     if isinstance(q_offset, torch.Tensor):
         if q_offset.device.type == "cpu" and not torch.compiler.is_compiling() and q_offset.min() < 0:
             raise ValueError(f"q_offset must be at least 0, got {int(q_offset.min())}")
-    elif q_offset is None and causal and min(S - T for T, S in pairs) < 0:
-        fewer = max(T - S for T, S in pairs)
+    elif q_offset is None and causal and (fewer := max(T - S for T, S in pairs)) > 0:
         raise ValueError(f"k must have at least as many tokens as q where q_offset is None, got {fewer} fewer")
-
-
-def refuse_nested(name: str, x: torch.Tensor) -> None:
-    """Raise TypeError for a nested tensor, whose shape says little or cannot be asked for."""
-    if x.is_nested:
-        raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
 
 
 def check_starts(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
     """Raise TypeError or ValueError unless it is int32 [sequences + 1]; the numbers are not read."""
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
-    refuse_nested(name, cu_seqlens)
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
+    check_kind(name, cu_seqlens, cu_seqlens, INT32)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{name} must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
-
-
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool, same_length: bool = True) -> None:
-    """Raise TypeError or ValueError unless shapes, dtypes, devices and strides are those that `nsa` takes.
-
-    Args:
-        same_length: k has as many tokens as q.
-    """
-    dims = 3 if packed else 4
-    layout = "packed [total, H, D], since cu_seqlens is given" if packed else "[B, T, H, D], or packed with cu_seqlens"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        refuse_nested(name, tensor)
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
-        if tensor.dim() != dims:
-            raise ValueError(f"{name} must be {layout}, got {tensor.dim()} dimensions: {tuple(tensor.shape)}")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must have no empty dimension, got shape {tuple(tensor.shape)}")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, got stride {tensor.stride(-1)}")
-    if not same_length and k.shape[:-3] != q.shape[:-3]:
-        raise ValueError(f"k must have q's batch of {q.shape[0]}, got {k.shape[0]}")
-    if same_length and k.shape[:-2] != q.shape[:-2]:
-        lead, own, other = "total" if packed else "B, T", list(q.shape[:-2]), list(k.shape[:-2])
-        raise ValueError(f"k must be [{lead}, H, D] with q's [{lead}] of {own}, got {other}")
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v must have k's tokens and heads {list(k.shape[:-1])}, got {list(v.shape[:-1])}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have q's head dimension {q.shape[-1]}, got {k.shape[-1]}")
-    if q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"q's heads must be a multiple of k's, got {q.shape[-2]} and {k.shape[-2]}")
-
-
-def check_weights(given: Any, Hkv: int, Dv: int) -> None:
-    """Raise TypeError or ValueError unless gates and weights of compression are those of q [.., Hq, D], or None."""
-    q, D = given.q, given.q.shape[-1]
-    shapes = {"gate_weight": (q.shape[-2], 3, D), "gates": (*q.shape[:-1], 3)}
-    shapes |= {"compress_k_weight": (Hkv, D, D), "compress_v_weight": (Hkv, Dv, Dv)}
-    if given.gates is not None and given.gate_weight is not None:
-        raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
-    for name, shape in shapes.items():
-        if (tensor := getattr(given, name)) is not None:
-            _check_weight(name, tensor, shape, q)
-    for weight, key in (("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
-        if getattr(given, weight) is not None and getattr(given, key) is not None:
-            raise ValueError(f"{weight} and {key} exclude each other, got both; project before, or pass one")
-
-
-def _check_weight(name: str, tensor: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
-    refuse_nested(name, tensor)
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name} must be of a floating-point dtype, got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
 
 
 def check_scale(softmax_scale: float | None, D: int) -> float:

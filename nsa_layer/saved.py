@@ -1,0 +1,75 @@
+"""Shapes of the tensors that forward saves for backward, and room for any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors, Saved, accumulation_dtype, lse_shape
+from nsa_layer.support import reads_unions
+
+Tensor, Shape = torch.Tensor, tuple[int, ...]
+
+
+def saved_shapes(
+    tensors: CallTensors, *, spec: CallSpec, kept: Sequence[bool], backend: str = "cute", exact: bool = False
+) -> Saved:
+    """(shape, dtype) in the place of each tensor, for all heads; None where there is nothing.
+
+    Args:
+        exact: for the lengths of ``spec``; otherwise with room for any.
+    """
+    (q, k, v), config, lead = tensors[:3], spec.config, tensors.q.shape[:-3]
+    Hkv, D, Dv, exactly, whole = k.shape[-2], q.shape[-1], v.shape[-1], accumulation_dtype(q.dtype), torch.int32
+    lse = (lse_shape(q), exactly)
+    if spec.branches == SELECTED_ALONE:
+        return Saved(lse_slc=lse)
+    tiles, blocks, n = _counts(tensors, spec, exact=exact)
+    found = dict(lse_cmp=lse, lse_slc=lse, lse_swa=lse if config.window_size else None)
+    if tensors.gate != "none":
+        found["g"] = ((*q.shape[:-1], 3), exactly)
+    by_key_tile = backend == "cute" and not reads_unions(config, listed=spec.listed)
+    if tensors.block_indices is None and by_key_tile:
+        found |= dict(block_indices=((*lead, Hkv, tiles, n), whole), block_counts=((*lead, Hkv, tiles), whole))
+    elif tensors.block_indices is None:
+        found["block_indices"] = ((*lead, tiles, q.shape[-2] if config.rule == "seed" else Hkv, n), whole)
+    if backend != "cute":
+        return Saved(**found)
+    for name, size in (("k", D), ("v", Dv)):
+        if getattr(tensors, f"{name}_cmp") is None:
+            found[f"{name}_cmp"] = ((*lead, blocks, Hkv, size), q.dtype)
+            if getattr(tensors, f"compress_{name}_weight") is not None:
+                found[f"{name}_mean"] = ((*lead, blocks, Hkv, size), exactly)
+    outputs = zip(("o_cmp", "o_slc", "o_swa"), (*kept[:2], kept[2] and config.window_size > 0))
+    return Saved(**found | {name: ((*q.shape[:-1], Dv), q.dtype) for name, keep in outputs if keep})
+
+
+def _counts(tensors: CallTensors, spec: CallSpec, *, exact: bool) -> tuple[int, int, int]:
+    """Tiles, compressed blocks and chosen blocks of a tile, as for `saved_shapes`."""
+    config, cu_seqlens, (tokens, keys) = spec.config, tensors.cu_seqlens, (x.shape[-3] for x in tensors[:2])
+    if exact and spec.lengths is not None:
+        tiles, blocks = sum(map(config.num_tiles, spec.lengths)), sum(map(config.compressed_length, spec.key_lengths))
+        return tiles, blocks, config.list_width(max(spec.key_lengths))
+    n, tiles = config.list_width(keys) if exact else config.list_room(keys), config.num_tiles(tokens)
+    if cu_seqlens is not None:
+        return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, keys // config.stride, n
+    blocks = (keys - config.span) // config.stride + 1
+    return tiles, max(0, blocks) if isinstance(blocks, int) else torch.sym_max(0, blocks), n
+
+
+def first_of(x: Tensor, shape: Shape) -> Tensor:
+    """The first rows and columns of x, of this shape, contiguous."""
+    return x if x.shape == shape else x[tuple(map(slice, shape))].contiguous()
+
+
+def with_room(x: Tensor | None, of: tuple[Shape, torch.dtype] | None) -> Tensor | None:
+    """x at the beginning of a tensor of this shape; lists end with -1."""
+    if x is None:
+        return None
+    shape = of[0]
+    if tuple(x.shape) == tuple(shape):
+        return x
+    whole = x.new_full(shape, 0 if x.is_floating_point() else -1)
+    whole[tuple(map(slice, x.shape))] = x
+    return whole
