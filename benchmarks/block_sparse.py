@@ -7,7 +7,7 @@ otherwise. TFLOP/s count every listed tile whole (see tile_lists.py), the dense 
 are compared with. "backward" and "deterministic" are calls as a user makes them with lists of both directions: one pass
 or two, by the rule of `flash_attn.cute.bwd_sm90.two_pass`; "planned" the same with a plan. "two passes" follow the
 plan, "deterministic, one pass" one with semaphore values. Lists and plans are made ahead of time. Medians of CUDA-event
-timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns.
+timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants are interleaved.
 The tests compare the numbers of these kernels with fp32.
 """
 

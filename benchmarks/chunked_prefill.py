@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
-from nsa_tools.measure.timing import interleaved
+from nsa_tools.measure.timing import captured, interleaved
 from nsa_tools.report.tables import markdown
 from nsa_tools.shape import DATA, Shape
 
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 
 def caches(k: Tensor, v: Tensor, config: NSAConfig, *, paged: bool) -> dict[str, Tensor]:
-    """Empty caches with room for k and v [1, T, Hkv, D], arguments of `nsa_with_kvcache`."""
+    """Empty caches with the capacity of k and v [1, T, Hkv, D], arguments of `nsa_with_kvcache`."""
     T, stride = k.shape[1], config.stride
     leads = ((T // PAGE, PAGE), (T // PAGE, PAGE // stride)) if paged else ((1, T), (1, config.compressed_length(T)))
     found = {
@@ -58,18 +58,6 @@ def in_chunks(x: dict[str, Tensor], chunk: int, config: NSAConfig, *, paged: boo
         return o
 
     return call
-
-
-def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """Replays of a CUDA graph of the call."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 @torch.no_grad()

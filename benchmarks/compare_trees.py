@@ -1,4 +1,4 @@
-"""Times of the same calls in several trees, which take turns on one GPU: before and after a change, or upstream.
+"""Interleaved times of the same calls in several trees on one GPU: before and after a change, or upstream.
 
     python benchmarks/compare_trees.py --tree before=FOLDER [NAME=FOLDER ...] [--seqlen 8192 65536] [--json FILE]
     python benchmarks/compare_trees.py --tree before=FOLDER --seqlen 65536 --sequences 4 64
@@ -57,7 +57,7 @@ def answer() -> None:
             reply: object = list(ready)
         else:
             call = ready[asked["way"]]
-            call()  # after the other processes' turns
+            call()  # another process ran before
             reply = milliseconds(call, "cuda", hide_host=True)
         print(json.dumps(reply), flush=True)
 

@@ -4,7 +4,7 @@
 
 Shape: bf16, 32 query heads, 8 key/value heads, D 128; T queries over T / factor keys, key j visible to query t iff
 j * factor + offset <= t. Medians of CUDA-event timings after a warm-up, the host's part hidden;
-inputs rotate past the L2; variants take turns. cuDNN's flex attention takes part where it is installed
+inputs rotate past the L2; variants are interleaved. cuDNN's flex attention takes part where it is installed
 (`pip install nvidia-cudnn-frontend`, 1.32 or newer).
 """
 

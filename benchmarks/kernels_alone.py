@@ -6,7 +6,7 @@ bf16, D 128, 16 blocks of 64 a token: "smooth" and "random" are `bench`'s data, 
 "trained" are random data and lists drawn like those of a trained model. "union" is the blocks that the tokens of a
 kernel's tile list together over those of one of them. "selected" is `selected_attention`, which makes what kernels
 read of the lists on the way: unions in forward, unions and pairs in backward. Medians of
-CUDA-event timings after a warm-up, the host's part hidden; calls take turns, on inputs that are many times the L2.
+CUDA-event timings after a warm-up, the host's part hidden; calls are interleaved, on inputs that are many times the L2.
 flash-linear-attention's `parallel_nsa` takes part where it is installed and a group has a multiple of 16 heads. SFNSA,
 which no package index has, does not.
 """
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", nargs="+", default=["32/8", "64/4"], help="of queries / of keys and values")
     parser.add_argument("--data", nargs="+", default=[TRAINED, *DATA], choices=[TRAINED, *DATA])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="columns, whose calls alone take turns")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="columns to time")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write every median, in milliseconds")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The layer and its attention beside themselves, in turns: compiled and not, by tile, deterministic and not.
+"""The layer and its attention beside themselves, interleaved: compiled and not, by tile, deterministic and not.
 
     python benchmarks/layer_turns.py compiled [--seqlen 8192 65536]
     python benchmarks/layer_turns.py tiles [--seqlen 65536] [--q-tile 1 32 128]
@@ -108,8 +108,8 @@ def compiled(T: int, repeats: int) -> list[dict[str, object]]:
         calls = {"not compiled": module}
         calls |= {mode: torch.compile(module, fullgraph=True, mode=mode) for mode in MODES}
         steps = {mode: training_step(call, module, T) for mode, call in calls.items()}
-        turns = steps | {(mode, "row"): partial(in_a_row, step) for mode, step in steps.items()}
-        timings = interleaved(turns, repeats=repeats, device="cuda", label=f"{name}, {T:,} tokens")
+        calls = steps | {(mode, "row"): partial(in_a_row, step) for mode, step in steps.items()}
+        timings = interleaved(calls, repeats=repeats, device="cuda", label=f"{name}, {T:,} tokens")
         for mode, step in steps.items():
             one, row = (statistics.median(timings[key]) for key in (mode, (mode, "row")))
             found = {"one step": one, "in a row": row / ROW, "host": host_milliseconds(step, repeats)}

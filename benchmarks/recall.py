@@ -3,7 +3,7 @@
     python benchmarks/recall.py [--lengths 32 64 128 ... 1024] [--steps 600] [--tokens 32768] [--seeds 2] [--json FILE]
     python benchmarks/recall.py --variants "by tile of 8" "by tile of 128"
 
-Pairs of a key and a value stand at random places of the first half of a sequence, one for every 8 tokens; the second
+Pairs of a key and a value stand at random positions of the first half of a sequence, one for every 8 tokens; the second
 half asks for each key once. The share of values that a model finds at the last length is its recall; blocks hold
 several pairs, so that the compressed branch alone cannot tell them apart. A model has two layers of width 128 with 4
 query heads, 1 key/value head, and for sparse attention blocks of 16, 8 of them listed, and a window of 32; it also sees
@@ -46,15 +46,15 @@ LOOK = 25  # steps between looks at what a model finds
 def draw(T: int, batch: int, generator: torch.Generator, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Sequences and the values that are asked for: two int64 [batch, T], -100 where nothing is asked."""
 
-    def places(count: int, of: int) -> torch.Tensor:
+    def positions(count: int, of: int) -> torch.Tensor:
         return torch.rand(batch, of, generator=generator, device=device).argsort(1)[:, :count]
 
     pairs = T // 8
-    keys = places(pairs, SYMBOLS)
+    keys = positions(pairs, SYMBOLS)
     values = torch.randint(SYMBOLS, 2 * SYMBOLS, (batch, pairs), generator=generator, device=device)
     tokens = torch.full((batch, T), FILLER, device=device)
     asked = torch.full_like(tokens, -100)
-    slots, questions = 2 * places(pairs, T // 4), T // 2 + places(pairs, T // 2)
+    slots, questions = 2 * positions(pairs, T // 4), T // 2 + positions(pairs, T // 2)
     tokens.scatter_(1, slots, keys).scatter_(1, slots + 1, values).scatter_(1, questions, keys)
     asked.scatter_(1, questions, values)
     return tokens, asked

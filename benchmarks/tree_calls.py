@@ -77,13 +77,13 @@ def layer_calls(case: Case) -> dict[str, Call]:
 def decoding_calls(case: Case) -> dict[str, Call]:
     """As many steps as fill a block, each of one token for every sequence, in a CUDA graph."""
     from nsa_layer import NSAConfig, nsa_with_kvcache
-    from nsa_tools.measure.decode_steps import captured, make_set
+    from nsa_tools.measure.decode_steps import captured_steps, make_set
     from nsa_tools.shape import Shape
 
     config, batch = NSAConfig(), int(case.kind.rpartition(" ")[2])
     shape = Shape(T=case.T, B=batch, Hq=HQ, Hkv=HKV, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", config=config)
     caches = make_set(shape)
-    replay = captured(lambda args: nsa_with_kvcache(**args), [caches], config.block_size)
+    replay = captured_steps(lambda args: nsa_with_kvcache(**args), [caches], config.block_size)
 
     def steps() -> tuple[torch.Tensor, ...]:
         replay()

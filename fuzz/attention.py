@@ -201,7 +201,7 @@ def options(call: Call) -> dict[str, Any]:
 def run(call: Call, *, times: int = 1) -> list[Tensors]:
     """o, lse, dq, dk and dv from the kernels; backward again for each of `times`.
 
-    Whatever the kernels get room for is NaN before, and guarded; the inputs have to stay as they are.
+    What the kernels allocate is NaN before, and guarded; the inputs have to stay as they are.
     """
     if call.case.kind.passes == 2 and torch.cuda.get_device_capability()[0] != 9:
         raise Skip

@@ -202,7 +202,7 @@ def pack(
 
 
 def rows_of(table: torch.Tensor, draw: random.Random | None = None) -> list[list[int]]:
-    """The places in each row of a table, rising, or in no order."""
+    """The columns in each row of a table, rising, or in no order."""
     rows = [row.nonzero().flatten().tolist() for row in table]
     for row in rows if draw is not None else ():
         draw.shuffle(row)

@@ -1,6 +1,6 @@
 """Memory that tells who wrote where: outputs and workspaces filled with NaN, and canaries around every buffer.
 
-Within `Guarded` each tensor that PyTorch makes room for is a part of a larger one. Its inside is NaN, or a number that
+Within `Guarded` each tensor that PyTorch allocates is a part of a larger one. Its inside is NaN, or a number that
 no index has, until somebody writes it; what stands around it has to be there unchanged in the end. The same mode makes
 an allocation fail on purpose: any that an operator makes, a copy or a sum as well as an empty tensor.
 """
@@ -45,7 +45,7 @@ class Guarded(TorchDispatchMode):
         return self._guard(result, zero=function in ZEROS, name=str(function))
 
     def _is_made(self, function: Any, result: Any) -> bool:
-        """True if the operator made room for a result: none of its results shows an argument's memory."""
+        """True if the operator allocated a result: none of its results shows an argument's memory."""
         results = result if isinstance(result, (tuple, list)) else [result]
         tensors = [t for t in results if isinstance(t, torch.Tensor) and t.device.type == self.device and t.numel()]
         return bool(tensors) and all(returned.alias_info is None for returned in function._schema.returns)

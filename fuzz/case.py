@@ -32,7 +32,7 @@ class Blocks(Pasteable):
         M, N: blocks of queries and of keys.
         pattern: one of PATTERNS; density: of the blocks that the pattern leaves to chance.
         full: the share of the listed blocks that need no mask; None: there are no full lists.
-        shuffle: rows in no order. spare: places in a row past the longest one.
+        shuffle: rows in no order. spare: unused entries in a row past the longest one.
         repeat: lists are one for all heads, repeated with stride 0.
         group: query heads that share a key/value head. launch: of key blocks, one of LAUNCHES.
         slots: CTAs that run at a time. interleave: query heads launched together.

@@ -92,18 +92,18 @@ def _row(lists: Any, kind: str, row: int, count: int) -> torch.Tensor | None:
 
 def _spoil_locks(fault: str, lists: Any, draw: random.Random) -> bool:
     orders = [t for t in (lists.dq_write_order, lists.dq_write_order_full) if t is not None]
-    places = []
+    entries_used = []
     for order, cnt in zip(orders, (lists.mask_block_cnt, lists.full_block_cnt), strict=False):
         used = torch.arange(order.shape[-1]) < cnt.unsqueeze(-1)
-        places += [(order, int(at)) for at in used.flatten().nonzero()]
-    if not places:
+        entries_used += [(order, int(at)) for at in used.flatten().nonzero()]
+    if not entries_used:
         return False
-    order, at = draw.choice(places)
+    order, at = draw.choice(entries_used)
     value = int(order.view(-1)[at])
     if fault == "lock off by one":
         order.view(-1)[at] = value + 1
         return True
-    others = [(o, a) for o, a in places if int(o.view(-1)[a]) != value]
+    others = [(o, a) for o, a in entries_used if int(o.view(-1)[a]) != value]
     if not others:
         return False
     other, there = draw.choice(others)

@@ -82,7 +82,7 @@ def _shares(original: Callable, tensors: Any, outputs: Any) -> Any:
 
 @fault("int64 wraps", "nsa_layer.checks:lists_in_int32", "layer.lists of")
 def _wraps(original: Callable) -> Callable:
-    """Numbers that int32 has no room for become others."""
+    """Numbers beyond int32 become others."""
     return lambda lists: lists.int() if isinstance(lists, torch.Tensor) else lists
 
 
@@ -130,7 +130,7 @@ def _early(original: Callable, q: Any, Tc: int, heads: int, spec: Any, first: in
 
 @fault("window of the first queries", "nsa_layer.eager:_window_plan", "layer.stretches")
 def _of_first(original: Callable) -> Callable:
-    """Queries that are a stretch of their sequence have the window that its first ones have."""
+    """Queries that begin inside their sequence have the window that its first ones have."""
     return lambda q, S, heads, spec, first: original(q, S, heads, spec, 0)
 
 

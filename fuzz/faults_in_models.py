@@ -95,7 +95,7 @@ def _reset(original: Callable) -> Callable:
 
 @fault("static cache too small", f"{HF}.cache:NSACacheLayer.require_room", "models.caches")
 def _room(original: Callable) -> Callable:
-    """A static cache takes more tokens than it has places."""
+    """A static cache takes more tokens than its capacity."""
     return lambda layer, columns: None
 
 

@@ -60,7 +60,7 @@ ALL = (
     Kind(D=96, lists=True, heads="one", mask="window", passes=2),
     Kind(lists=True, heads="all", dtype="float16", Hkv=1, block_q=256, expanded="heads", passes=2),
     Kind(D=128, lists=True, heads="kv", deterministic=True, full_lists=False),
-    # So many heads that a CTA of backward walks several of them.
+    # So many heads that a CTA of backward loops over several of them.
     Kind(mask="window", Hq=32, Hkv=4),
     Kind(D=128, mask="window", Hq=24, Hkv=8, deterministic=True),
     Kind(D=128, packed=True, mask="window", Hq=24, Hkv=4, deterministic=True),
@@ -71,29 +71,29 @@ ALL = (
 )
 
 
-FEW = 8  # blocks that a row of forward lists has room for, up to which two passes are the default
+FEW = 8  # blocks that the capacity of a row of forward lists, up to which two passes are the default
 
 
-def two_passes(kind: Kind, room: float = math.inf) -> bool:
+def two_passes(kind: Kind, capacity: float = math.inf) -> bool:
     """True if backward takes two passes on SM90: where it is asked to, or as the documentation says.
 
-    room: of a row of forward lists, where it holds as many blocks in every row.
+    capacity: of a row of forward lists, where it holds as many blocks in every row.
     """
     if not kind.lists or kind.passes is not None:
         return kind.lists and kind.passes == 2
-    few = kind.form in ("padded", "compact") and room <= FEW
+    few = kind.form in ("padded", "compact") and capacity <= FEW
     pays = kind.deterministic or kind.block_k == 64 or few
     heads = kind.D in (64, 96, 128) and kind.Dv in (None, kind.D)
     return pays and heads and kind.block_q % 128 == 0 and kind.block_k in (64, 128) and kind.mask != "compressed"
 
 
 def passes_by_room(kind: Kind) -> bool:
-    """True if the room of forward lists decides, for no one says: few blocks take two passes, more take one."""
+    """True if the capacity of forward lists decides: few blocks take two passes, more take one."""
     return two_passes(kind, FEW) != two_passes(kind)
 
 
 def heads_of_a_cta(case: Attention, sms: int = 132) -> int:
-    """Query heads that a CTA of SM90 backward walks, on a GPU of so many multiprocessors."""
+    """Query heads that a CTA of SM90 backward loops over, on a GPU of so many multiprocessors."""
     kind = case.kind
     if kind.lists or kind.mask != "window" or kind.D > 128 or fork_status().kind == "stock":
         return 1

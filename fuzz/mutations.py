@@ -123,11 +123,11 @@ def planted(name: str, *, load: bool = True) -> Iterator[Mutation]:
     if isinstance(original, (staticmethod, classmethod)):
         wrong = type(original)(wrong)
 
-    def places(value: Any) -> list[tuple[Any, str]]:
+    def modules_with(value: Any) -> list[tuple[Any, str]]:
         """Names under which modules have it: a function is imported, a method is not."""
         return [] if outer else [(m, n) for m in _modules() for n, own in vars(m).items() if own is value]
 
-    elsewhere, owners = places(wrong), [(owner, last), *places(original)]
+    elsewhere, owners = modules_with(wrong), [(owner, last), *modules_with(original)]
     for place, attribute in owners:
         setattr(place, attribute, wrong)
     PLANTED.append(name)
@@ -136,7 +136,7 @@ def planted(name: str, *, load: bool = True) -> Iterator[Mutation]:
             yield mutation
     finally:
         PLANTED.remove(name)
-        loaded_within = [place for place in places(wrong) if place not in elsewhere]
+        loaded_within = [entry for entry in modules_with(wrong) if entry not in elsewhere]
         for place, attribute in (*owners, *loaded_within):
             setattr(place, attribute, original)
 

@@ -72,7 +72,7 @@ class Tally:
 
 
 def _one_gpu(number: int) -> dict[str, str]:
-    """Workers take turns on the GPUs of a machine."""
+    """Workers are dealt out over the GPUs of a machine."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -26,7 +26,7 @@ SECONDS = 120.0  # for a tool and a case
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
 REFUSED = ("Device not supported", "LibraryNotLoaded", "Error: Target application terminated before first instrumented")
-CASES = (  # in each a CTA of backward walks so many queries that it fills stages anew
+CASES = (  # in each a CTA of backward loops over so many queries that it fills stages anew
     Attention(kind=Kind(D=128, mask="compressed"), lengths=((300, 20),), factor=16, offset=15),
     Attention(
         kind=Kind(lists=True, heads="q", plan=True, deterministic=True, mask="causal", passes=1),

@@ -50,10 +50,10 @@ class Calls:
             for name, x in own.items() if b else ():
                 x[:prefix] = self.tokens[0][name][:prefix]
             self.tokens.append(own)
-        places = (B * pages + 2, PAGE) if case.kept == "pages" else (B + 2 * (case.kept == "rows"), ROOM)
+        slots = (B * pages + 2, PAGE) if case.kept == "pages" else (B + 2 * (case.kept == "rows"), ROOM)
         for name in CACHES:
-            size = places[1] // (case.stride if "cmp" in name else 1)
-            self.kept[name] = torch.full((places[0], size, 2, 8), torch.nan, dtype=torch.float64)
+            size = slots[1] // (case.stride if "cmp" in name else 1)
+            self.kept[name] = torch.full((slots[0], size, 2, 8), torch.nan, dtype=torch.float64)
         if case.kept == "rows":
             self.kept["cache_batch_idx"] = torch.randperm(B + 2, generator=generator)[:B].int()
         for name in ("page_table", "cmp_page_table") if case.kept == "pages" else ():

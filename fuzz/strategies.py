@@ -237,7 +237,7 @@ def with_keys_of_branches(case: Case) -> Case:
 
 @st.composite
 def served(draw: st.DrawFn, faults: bool = False) -> Served:
-    """Calls on caches with room for all; with `faults`, the last one's are to be spoilt in one of all known ways."""
+    """Calls on caches with the capacity for all; with `faults`, the last call's are spoilt in a known way."""
     kept, B, stride = draw(st.sampled_from(KEPT)), draw(st.integers(1, 3)), draw(st.sampled_from((8, 4)))
     shared = draw(st.integers(0, 2)) if kept == "pages" and stride == 8 and B > 1 else 0
     left, counts = [ROOM - shared * PAGE] * B, []

@@ -148,8 +148,8 @@ def plan(case: Blocks) -> None:
             by_length = [(-int(of_group[b, h // case.group, n]), n) for n in range(case.N)]
             place = by_length if case.launch == "longest first" else [order.index(n) for n in range(case.N)]
             assert launched == sorted(launched, key=place.__getitem__), f"key blocks {launched} of {b, h}"
-        places = [*product(range(case.B), range(case.H), range(case.N))]
-        expected = Counter((b, h, n, i) for b, h, n in places for i in range(int(counts[b, h, n])))
+        rows = [*product(range(case.B), range(case.H), range(case.N))]
+        expected = Counter((b, h, n, i) for b, h, n in rows for i in range(int(counts[b, h, n])))
         assert dealt == expected, f"dealt out {dealt - expected} too often, {expected - dealt} not at all"
 
 

@@ -227,10 +227,10 @@ def positions_say_where_sequences_start(case: Prompt) -> None:
 
     model, (ids, _, _) = make_model(case), inputs_of(Prompt(T=case.T, rows=((0, 0),), seed=case.seed))
     positions, starts = packed_positions(case)
-    places = torch.tensor([positions])
-    logits = model(ids, position_ids=places, use_cache=False).logits
+    position_ids = torch.tensor([positions])
+    logits = model(ids, position_ids=position_ids, use_cache=False).logits
     for begin, end in zip(starts, [*starts[1:], case.T]):
-        own = dict(position_ids=places[:, begin:end], past_key_values=NSAModelCache(model.config))
+        own = dict(position_ids=position_ids[:, begin:end], past_key_values=NSAModelCache(model.config))
         alone = model(ids[:, begin:end], **own).logits
         torch.testing.assert_close(logits[:, begin:end], alone, rtol=1e-9, atol=1e-9)
 
@@ -262,7 +262,7 @@ def part_of_the_fields_is_set(case: Prompt) -> None:
 
 
 CACHES = {
-    "room": "has room for",
+    "capacity": "has room for",
     "config": "make another",
     "batch": "make another",
     "layers": "layers, fewer than the model",
@@ -277,7 +277,7 @@ def caches_fit_their_model(case: Prompt) -> None:
 
     model, (ids, _, _), said = make_model(case), inputs_of(case), CACHES[case.change]
     cache = NSAModelCache(model.config)
-    if case.change == "room":
+    if case.change == "capacity":
         cache = NSAModelCache(model.config, case.T - 1, static=True)
     elif case.change == "layers":
         model = make_model(case, num_hidden_layers=2)

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         if not _reader_is_gone(sys.stdout.fileno()):
             raise  # of another pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         return NOT_READ
 
 

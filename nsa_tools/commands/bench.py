@@ -1,7 +1,7 @@
 """`python -m nsa_layer bench`: the layer and dense causal attention in the same run, forward, backward and both, or
 with --decode a step on caches.
 
-CUDA events (a host clock on a CPU) after a warm-up; inputs rotate past the L2; the variants take turns; the tables show
+CUDA events (a host clock on a CPU) after a warm-up; inputs rotate past the L2; variants are interleaved; tables show
 medians, and beside them the host's time for one call, peak memory, and the error of sampled rows.
 """
 

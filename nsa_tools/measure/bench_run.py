@@ -1,4 +1,4 @@
-"""The measurements of `bench`: variants take turns; a size that does not fit is a row, and so is one that fails."""
+"""The measurements of `bench`: interleaved variants; a size that does not fit, or fails, is a row."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Bench:
                 _fail(rows[name], rows[name], error)
             return _flat(rows)
         active = self._warm(made, names, once, rows)
-        timings, peaks = self._take_turns(shape, active, once, rows)
+        timings, peaks = self._interleave(shape, active, once, rows)
         for (name, way), taken in timings.items():
             peak = peaks[name, way] if shape.device.startswith("cuda") and not self.options.graph else None
             found = dict(status=MEASURED, ms=statistics.median(taken), timings_ms=tuple(taken), peak_bytes=peak)
@@ -140,7 +140,7 @@ class Bench:
                     _fail(rows[name], _ways(rows[name], key, name in once), error)
         return active
 
-    def _take_turns(self, shape: Shape, active: list, once: set[str], rows: ByVariant) -> tuple[dict, dict]:
+    def _interleave(self, shape: Shape, active: list, once: set[str], rows: ByVariant) -> tuple[dict, dict]:
         """Timings and peaks by variant and direction; timers that fail are no longer active."""
         timings, peaks = defaultdict(list), defaultdict(int)
         for repeat in tqdm(range(self.options.repeats), desc=shape.describe(), leave=False):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.caches.kvcache import nsa_with_kvcache
-from nsa_tools.measure.timing import interleaved
+from nsa_tools.measure.timing import captured, interleaved
 from nsa_tools.shape import Shape
 
 ROTATED_BYTES = 200 << 20  # that the steps of a graph read, at least
@@ -88,8 +88,8 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     sets, steps = 1, dict.fromkeys(variants(shape, backend), 1)
     if on_gpu:
         whole = 2 * shape.B * shape.T * shape.Hkv * shape.D * shape.dtype.itemsize
-        room = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
-        sets = max(1, min(-(-ROTATED_BYTES // needed), room))
+        most = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
+        sets = max(1, min(-(-ROTATED_BYTES // needed), most))
         block = min(shape.T, shape.config.block_size)
         steps |= dict.fromkeys(steps, max(LEAST_STEPS, sets)) | dict(nsa=-(-sets // block) * block)
     inputs = [make_set(shape) for _ in range(sets)]
@@ -97,7 +97,7 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     for name, step in variants(shape, backend).items():
         us[name] = None
         try:
-            calls[name] = captured(step, inputs, steps[name]) if on_gpu else lambda step=step: step(inputs[0])
+            calls[name] = captured_steps(step, inputs, steps[name]) if on_gpu else lambda step=step: step(inputs[0])
             calls[name]()
         except Exception as error:  # its row says so, and the others go on
             calls.pop(name, None)
@@ -110,19 +110,16 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     return DecodeRow(**sizes, dtype=shape.dtype_name(), us=us, bytes=needed, sets=sets, failed=failed)
 
 
-def captured(step: Step, inputs: list[dict], count: int) -> Callable[[], None]:
+def captured_steps(step: Step, inputs: list[dict], count: int) -> Callable[[], object]:
     """A replay of so many steps, the last to all tokens of the caches, on each set of them in turn."""
-    after = [inputs[0]["cache_seqlens"] - (count - 1 - i) for i in range(count)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        step(inputs[0])
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        for i, lengths in enumerate(after):
-            step(inputs[i % len(inputs)] | dict(cache_seqlens=lengths))
-    return graph.replay
+    lengths = [inputs[0]["cache_seqlens"] - (count - 1 - i) for i in range(count)]
+
+    @torch.no_grad()
+    def steps() -> None:
+        for i, cache_seqlens in enumerate(lengths):
+            step(inputs[i % len(inputs)] | dict(cache_seqlens=cache_seqlens))
+
+    return captured(steps)
 
 
 def table(rows: list[DecodeRow]) -> str:

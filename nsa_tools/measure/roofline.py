@@ -79,7 +79,7 @@ def _selected(T: int, shape: Shape) -> int:
     first = torch.arange(0, T, config.q_tile)
     rows = (T - first).clamp(max=config.q_tile)
     own = (first + rows + l - 1) // l - first // l
-    # Earlier blocks as far as there are such and the list has room, and what precedes the tile in its first block.
+    # Earlier blocks, as many as there are and the list holds, and what precedes the tile in its first block.
     before = torch.minimum(first // l, config.list_width(T) - own).clamp(min=0) * l + first % l
     return int((rows * before + rows * (rows + 1) // 2).sum())
 

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 
 from nsa_layer.api import nsa
-from nsa_tools.measure.timing import lap_times, milliseconds
+from nsa_tools.measure.timing import captured, lap_times, milliseconds, rotating
 from nsa_tools.shape import Shape
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
@@ -32,11 +32,11 @@ class Forward:
     """Forward alone, without a graph for backward."""
 
     def __init__(self, variant: Variant) -> None:
-        self.variant, self.turns = variant, cycle(variant.sets)
+        self.variant, self.rotation = variant, cycle(variant.sets)
 
     def __call__(self) -> torch.Tensor:
         with torch.no_grad():
-            return self.variant.attend(**next(self.turns))
+            return self.variant.attend(**next(self.rotation))
 
     def take(self, device: str) -> dict[str, float]:
         """Milliseconds by direction."""
@@ -47,10 +47,10 @@ class Step:
     """Forward and backward as in training, with nothing in between."""
 
     def __init__(self, variant: Variant, *, forward_too: bool = False) -> None:
-        self.variant, self.turns, self.forward_too = variant, cycle(variant.sets), forward_too
+        self.variant, self.rotation, self.forward_too = variant, cycle(variant.sets), forward_too
 
     def __call__(self, lap: Callable[[], None] = lambda: None) -> None:
-        inputs = next(self.turns)
+        inputs = next(self.rotation)
         o = self.variant.attend(**inputs)
         lap()
         torch.autograd.grad(o, list(inputs.values()), self.variant.do)
@@ -66,22 +66,11 @@ class Replay:
     """A call captured in CUDA graphs, one for each set of inputs."""
 
     def __init__(self, call: Forward | Step, direction: str) -> None:
-        self.direction, self.graphs, self.outputs = direction, [], []
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        for _ in call.variant.sets:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.outputs.append(call())
-            self.graphs.append(graph)
-        self.turns = cycle(self.graphs)
+        self.direction = direction
+        self.replay = rotating([captured(call, warm_ups=0 if i else 2) for i in range(len(call.variant.sets))])
 
     def __call__(self) -> None:
-        next(self.turns).replay()
+        self.replay()
 
     def take(self, device: str) -> dict[str, float]:
         """Milliseconds by direction."""

@@ -170,7 +170,7 @@ def run(backend: Backend, inputs: Inputs, block_indices: torch.Tensor | None = N
         o, aux = nsa(**tensors, **static, **options)
     else:
         o, aux = backend(CallTensors(**tensors), spec=case.spec, **options)
-    if case.lengths is not None and block_indices is None:  # without the room for other lengths
+    if case.lengths is not None and block_indices is None:  # without the capacity for other lengths
         rows, width = sum(map(case.config.num_tiles, case.lengths)), case.config.list_width(max(case.lengths))
         aux = replace(aux, block_indices=aux.block_indices[:rows, :, :width])
     grads = torch.autograd.grad(o, list(leaves.values()), inputs.do)

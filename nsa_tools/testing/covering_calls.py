@@ -54,7 +54,7 @@ def covering(every: list[Combination], strength: int) -> list[Combination]:
 
 
 def _makes_sense(*, q_tile: int, past: int, gate: str, projected: bool, **_: object) -> bool:
-    """True unless a stretch of queries would choose by tile, or the kernels are those of other combinations."""
+    """True unless queries at an offset would choose by tile, or the kernels are those of other combinations."""
     return (not past or q_tile == 1) and (not past and q_tile in (1, 128) or gate == "weight" and not projected)
 
 

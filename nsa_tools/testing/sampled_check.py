@@ -266,7 +266,7 @@ def _parts(shape: Shape) -> Iterator[_Part]:
 
 
 def _sample(T: int, count: int, elements: int, *, seed: int) -> torch.Tensor:
-    """Positions over the whole length, one drawn from each of `count` stretches, and borders.
+    """Positions over the whole length, one drawn from each of `count` equal ranges, and borders.
 
     Borders are the ends, and where the offset of a token of so many elements, or its bytes, pass 2**31 and the next.
     """

@@ -164,7 +164,7 @@ def test_ctas_that_stay_and_ctas_that_do_not_agree(monkeypatch: pytest.MonkeyPat
     assert found[0].equal(found[1]) and found[0].isfinite().all()
 
 
-LENGTHS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
+TOKENS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
 PACK = ((0, 0), (1, 1), (129, 129), (500, 700), (63, 63), (64, 200))
 
 
@@ -224,7 +224,7 @@ def assert_dq_of_unions(case: TokenCase, *, start: int = 64, add: bool = False, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("G", [1, 2, 3, 4, 8, 16, 128])
 def test_gradients_are_of_the_tokens_own_lists(G: int) -> None:
-    for T in LENGTHS if G < 100 else LENGTHS[:-2]:
+    for T in TOKENS if G < 100 else TOKENS[:-2]:
         assert_dq_of_unions(TokenCase(((T, T),), G=G, Hkv=1 if T > 4000 else 2, n=16 if T > 4000 else 4, seed=T))
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fuzz import kernel_stretches
 from nsa_layer import NSAConfig, choose, chunk_attention, token_attention
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
-from nsa_tools.testing import kernel_stretches
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
