@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors
+from nsa_layer.operators import attend
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
 from nsa_tools.testing.covering_calls import covering
@@ -78,9 +81,18 @@ def test_kernels_by_token(sizes: dict) -> None:
 
 
 @pytest.mark.parametrize("G,D", [(130, 64), (256, 128)])
-def test_kernels_by_token_with_more_heads_than_a_tile_has_rows(G: int, D: int) -> None:
+def test_lists_of_more_heads_than_a_tile_has_rows(G: int, D: int) -> None:
+    """Which select no blocks on the kernels, but attend to those that are given."""
     case = Case(T=200, Hq=G, Hkv=1, D=D, dtype=torch.bfloat16, config=NSAConfig(block_counts=2, window_size=100))
-    assert_close_to_reference(case, "cute", "cuda")
+    inputs = make_inputs(case, "cuda")
+    with pytest.raises(NotImplementedError, match="G above 128 with q_tile 1"):
+        run("cute", inputs)
+    lists = run("eager", inputs).aux.block_indices
+
+    def listed(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
+        return attend(tensors._replace(block_indices=lists), spec=replace(spec, listed=True))
+
+    assert_close_to_reference(case, listed, "cuda")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -113,7 +125,7 @@ PACK, SIX = (300, 1, 0, 513, 64, 129), by_tile(block_counts=6)
 DETERMINISTIC = SIX.replace(deterministic=True)
 GATES = ("weight", "given", "none")
 OPTIONS = [
-    dict(config=by_tile(block_size=16, block_counts=20)),
+    dict(Hq=8, config=by_tile(block_size=16, block_counts=20)),
     dict(config=by_tile(block_size=32, compress_stride=16)),
     dict(config=by_tile(block_size=128, block_counts=4)),
     dict(config=by_tile(block_size=256, block_counts=3)),
@@ -184,7 +196,7 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
     """Its keys and values are made huge: a tile of the kernels holds it too, yet everything keeps its bits."""
     from flash_attn.cute.interface import _flash_attn_bwd
     from nsa_layer.cute import selected_branch
-    from nsa_layer.cute.forward import attend
+    from nsa_layer.cute.forward import attend as attend_branch
 
     T, config = 2048, by_tile(block_size=block_size, block_counts=4)
     case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
@@ -204,7 +216,7 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
         k, v = inputs.k.clone(), inputs.v.clone()
         k[:, tokens] *= scale
         v[:, tokens] *= scale
-        o, lse = attend(q, k, v, case.spec, forward)
+        o, lse = attend_branch(q, k, v, case.spec, forward)
         do = torch.zeros_like(o)
         do[:, rows] = inputs.do[:, rows]
         dq, dk, dv = _flash_attn_bwd(q, k, v, o, do, lse, **backward)

@@ -45,7 +45,7 @@ DETERMINISTIC = SHORT.replace(block_size=64, deterministic=True)
         (70_000, 64, (2, 1), SHORT),
         (70_000, 66, (1, 1), DETERMINISTIC),
         (70_000, 100, (2, 1), DETERMINISTIC.replace(block_size=128)),
-        (8_192, 130, (8, 8), SHORT),
+        (8_192, 130, (16, 8), SHORT),
         (8_192, 130, (16, 8), DETERMINISTIC),
     ],
     ids=str,
