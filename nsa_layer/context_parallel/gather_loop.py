@@ -313,7 +313,7 @@ def _backward(
 def _static(call: GatherCall, shard: QueryShard) -> tuple[Any, ...]:
     """Arguments of the operators that are no tensors."""
     if call.is_selected_alone:
-        return *static_arguments(call.spec).values(), call.backend, None, None, NOTHING, None
+        return *static_arguments(call.spec).values(), call.backend, 1, None, NOTHING, None
     first = shard.offsets[0]
     return *static_arguments(call.spec).values(), first, call.tokens.total, call.backend, call.kept
 
