@@ -98,7 +98,7 @@ class BuildK2qCsr:
                 origin, stop = first - before, cutlass.min(end, cu_rows[sequence + 1]) - before
             if const_expr(self.causal):
                 stop = cutlass.min(stop, ((m + 1) * self.q_tile + (self.kv_tile - 1)) // self.kv_tile)
-            self.mark(mLists, at, bitmap, m, origin, stop, words_a_row)
+            self.mark(mLists, at, bitmap, (m, origin, stop), words_a_row)
         cute.arch.sync_threads()
         for row in cutlass.range(first + warp, end, WARPS):
             bits = cute.domain_offset((row - first) * words_a_row, bitmap)
@@ -120,9 +120,8 @@ class BuildK2qCsr:
                 self.read_bits(bits, cute.domain_offset(start, entries), words_a_row, lane)
                 if const_expr(plan is not None):
                     segment_of_row = head * counts.shape[1] + first_row
-                    self.write_items(
-                        plan, counts, items_before, segment_of_row, rows, sequence, head, n, place, start, lane
-                    )
+                    own_row = (segment_of_row, rows, sequence, head, n, place, start)
+                    self.write_items(plan, counts, items_before, own_row, lane)
         if const_expr(plan is not None):
             # Fill the plan's unused room with empty items.
             items = items_before[items_before.shape[0] - 1] * self.q_heads_per_list
@@ -133,17 +132,10 @@ class BuildK2qCsr:
                         plan[i, field] = Int32(0)
 
     @cute.jit
-    def mark(
-        self,
-        lists: cute.Tensor,
-        tile: Int32,
-        bitmap: cute.Tensor,
-        m: Int32,
-        origin: Int32,
-        end: Int32,
-        words_a_row: Int32,
-    ):
-        """Set the bits of query tile m, row `tile` of the lists, for key tiles before `end`; `origin` is the first."""
+    def mark(self, lists: cute.Tensor, tile: Int32, bitmap: cute.Tensor, span: tuple, words_a_row: Int32):
+        """Set the bits of row `tile` of the lists; span: the query tile, the bitmap's first key tile, and one past the
+        last key tile that counts."""
+        m, origin, end = span
         begin = cutlass.max(origin, 0)
         bit = Uint32(1) << Uint32(m & 31)
         size = const_expr(4 if self.quads else 1)
@@ -176,24 +168,13 @@ class BuildK2qCsr:
             written += cute.arch.shuffle_sync(through, 31)
 
     @cute.jit
-    def write_items(
-        self,
-        plan: cute.Tensor,
-        counts: cute.Tensor,
-        items_before: cute.Tensor,
-        segment: Int32,
-        rows: Int32,
-        sequence: Int32,
-        head: Int32,
-        n: Int32,
-        place: Int32,
-        start: Int64,
-        lane: Int32,
-    ):
+    def write_items(self, plan: cute.Tensor, counts: cute.Tensor, items_before: cute.Tensor, row: tuple, lane: Int32):
         """Write a row's plan items for all query heads of this list: head by head, a sequence's rows side by side.
 
-        segment: the place of the sequence's first row among all heads'; its items, `rows` of them, follow.
+        row: the place of the sequence's first row among all heads', how many rows it has, its number, the head, the
+        row's number in the sequence and in the head, and its start.
         """
+        segment, rows, sequence, head, n, place, start = row
         count = counts[head, place]
         pieces = num_items(count, self.longest)
         first, end, own = items_before[segment], items_before[segment + rows], items_before[segment + n]

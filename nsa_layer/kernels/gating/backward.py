@@ -151,7 +151,7 @@ class GatedSumBackward:
         if const_expr(mG is not None):
             self.load_gates(mG, sG, b, tile, group, stage, tidx)
         for s in cutlass.range_constexpr(rows.at_once - 1):
-            self.load_rows(read, sRing, b, tile * rows.tile + s * rows.tokens + slot, h, lane, tidx, s)
+            self.load_rows(read, sRing, (b, tile * rows.tile + s * rows.tokens + slot, h, lane), tidx, s)
             cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(rows.at_once - 2)
         cute.arch.sync_threads()
@@ -177,10 +177,10 @@ class GatedSumBackward:
                 before = Int32(cutlass.select_(at == 0, Int32(rows.at_once - 1), at - 1))
                 if ahead < rows.steps:
                     token = tile * rows.tile + ahead * rows.tokens + slot
-                    self.load_rows(read, sRing, b, token, h, lane, tidx, before)
+                    self.load_rows(read, sRing, (b, token, h, lane), tidx, before)
                 elif following < B * tiles:
                     token = tile_next * rows.tile + (ahead - rows.steps) * rows.tokens + slot
-                    self.load_rows(read, sRing, b_next, token, h, lane, tidx, before)
+                    self.load_rows(read, sRing, (b_next, token, h, lane), tidx, before)
                 cute.arch.cp_async_commit_group()
                 at = Int32(cutlass.select_(at == rows.at_once - 1, Int32(0), at + 1))
 
@@ -237,25 +237,16 @@ class GatedSumBackward:
             cute.arch.sync_threads()
             stage = 1 - stage
 
-        self.fill_padding(dpsums, lse_log2s, mCuSeqlens, B, T, group, tidx, cta, ctas)
+        self.fill_padding(dpsums, lse_log2s, mCuSeqlens, (B, T), (group, tidx, cta, ctas))
         if const_expr(mSums is not None):
             for i in cutlass.range_constexpr(3):
                 share = cute.local_tile(mSums[cta * rows.tokens + slot, h, i, None], (rows.vector,), (lane,))
                 cute.autovec_copy(rSums[None, i], share)
 
     @cute.jit
-    def load_rows(
-        self,
-        read: tuple[cute.Tensor, ...],
-        sRing: cute.Tensor,
-        b: Int32,
-        token: Int32,
-        h: Int32,
-        lane: Int32,
-        tidx: Int32,
-        at: Int32 | int,
-    ):
-        """Issue the loads of a thread's share of a step; past the end, of the last row."""
+    def load_rows(self, read: tuple[cute.Tensor, ...], sRing: cute.Tensor, place: tuple, tidx: Int32, at: Int32 | int):
+        """Load a thread's share of a step, asynchronously; place: batch, token (at most the last one), head, lane."""
+        b, token, h, lane = place
         op = cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, read[0].element_type, num_bits_per_copy=128)
         token = cutlass.min(token, read[0].shape[1] - 1)
@@ -277,19 +268,9 @@ class GatedSumBackward:
             cute.copy(atom, source, cute.local_tile(sG[place, head, None, stage], (1,), (i,)))
 
     @cute.jit
-    def fill_padding(
-        self,
-        dpsums: tuple[cute.Tensor, ...],
-        lse_log2s: tuple[cute.Tensor, ...],
-        mCuSeqlens: cute.Tensor | None,
-        B: Int32,
-        T: Int32,
-        group: Int32,
-        tidx: Int32,
-        cta: Int32,
-        ctas: Int32,
-    ):
-        """Write the rows past the ends of sequences."""
+    def fill_padding(self, dpsums: tuple, lse_log2s: tuple, mCuSeqlens: cute.Tensor | None, shape: tuple, place: tuple):
+        """Write the rows past the ends of sequences; place: group of heads, thread, and CTA of the group's."""
+        (B, T), (group, tidx, cta, ctas) = shape, place
         heads = self.rows.heads
         sequences = B if const_expr(mCuSeqlens is None) else mCuSeqlens.shape[0] - 1
         for sequence in cutlass.range(cta, sequences, ctas, unroll=1):
