@@ -65,7 +65,7 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     """The union of the lists, and each kernel or pair of calls by name, on the same tensors."""
     from nsa_layer.cute.branch_options import compressed_options, pooling_options
     from nsa_layer.cute.forward import attend
-    from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists
+    from nsa_layer.cute.token_unions import key_pairs, query_lists
     from nsa_layer.cute.topk_dispatch import token_topk
     from nsa_layer.kernels.pooling.mean_pool import pool
 
@@ -79,12 +79,11 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     def choose() -> torch.Tensor:
         return token_topk(q, k_cmp, lse, S=T, spec=spec, packing=None, q_offset=None)
 
-    extents = Extents.of_layer(T, T, spec, None, None)
     lists = trained_lists(T, Hkv, device="cuda") if data == TRAINED else choose()
     calls = {
         "choice": choose,
-        "unions": lambda: query_lists(lists, Hq // Hkv, extents),
-        "pairs": lambda: key_pairs(lists, (Hq, Hkv), extents),
+        "unions": lambda: query_lists(lists, Hq // Hkv, T, T, spec=spec),
+        "pairs": lambda: key_pairs(lists, (Hq, Hkv), T, T, spec=spec),
     }
 
     def select(*qkv: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from nsa_layer import eager as plain
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, Saved, require_choice_by_token
+from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.support import reads_unions
 
@@ -32,6 +33,10 @@ def _attend(tensors: CallTensors, spec: CallSpec, backend: str) -> tuple[Tensor,
     return o, saved.aux(tensors)
 
 
+def _plan(tensors: CallTensors) -> MemoryPlan:
+    return MemoryPlan(((0, tensors.k.shape[-2]),), (True,) * 3)
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, backend, spec, *given):
@@ -40,11 +45,11 @@ class _Attend(torch.autograd.Function):
         if backend == "eager":
             o, saved = plain.forward(tensors, spec=spec)
         else:
-            from nsa_layer.cute import whole_call
+            from nsa_layer.cute import head_groups
 
-            plan = whole_call.plan_of(tensors, spec, tensors.k.shape[-2], None, (True,) * 3, needs_grad=True)
             with torch.cuda.device_of(tensors.q):
-                o, saved = whole_call.attend(tensors, spec=spec, plan=plan, needs_grad=any(ctx.needs_input_grad))
+                given, backward = (*head_groups.placed(tensors, spec), spec, _plan(tensors)), any(ctx.needs_input_grad)
+                o, saved = head_groups.forward_groups(*given, backward=backward)
         ctx.save_for_backward(*tensors, *saved)
         ctx.mark_non_differentiable(*(x for x in saved if x is not None))
         return o, *saved
@@ -58,10 +63,9 @@ class _Attend(torch.autograd.Function):
             tensors, saved = CallTensors(*given[:count]), Saved(*given[count:])
             if backend == "eager":
                 return plain.backward(tensors, saved, do, spec=spec)
-            from nsa_layer.cute import whole_call
+            from nsa_layer.cute import head_groups
 
-            plan = whole_call.plan_of(tensors, spec, tensors.k.shape[-2], None, (True,) * 3, needs_grad=True)
             with torch.cuda.device_of(do):
-                return whole_call.gradients(do, tensors, saved, spec=spec, plan=plan)
+                return head_groups.gradients(do, *head_groups.placed(tensors, spec), spec, _plan(tensors), saved)
 
         return None, None, *first_derivatives(found, do, *ctx.saved_tensors), None, None, None, None

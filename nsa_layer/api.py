@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nsa_layer import autocast, determinism, operators, support
+from nsa_layer import autocast, operators, support
 from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import Aux, CallTensors
 from nsa_layer.checks import Arguments, check_inputs, lists_in_int32
@@ -122,7 +122,7 @@ def nsa(
         assert_numbers(q, k, block_indices, cu_seqlens, q_tile=config.q_tile, max_seqlen=max_seqlen)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    spec = determinism.in_force(spec)
+    spec = spec.in_force()
     name = support.choose_backend(
         backend,
         **sizes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,12 @@ class CallSpec:
     def key_lengths(self) -> tuple[int, ...] | None:
         """Lengths of the packed sequences' keys, or None for a batch."""
         return self.lengths if self.lengths_k is None else self.lengths_k
+
+    def in_force(self) -> CallSpec:
+        """The spec as it has to be computed now: deterministic where `torch.use_deterministic_algorithms` says so."""
+        if self.config.deterministic or not torch.are_deterministic_algorithms_enabled():
+            return self
+        return replace(self, config=self.config.replace(deterministic=True))
 
     @property
     def q_tile(self) -> int:

@@ -7,13 +7,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from fuzz import strategies
+from fuzz import kernel_stretches, strategies
 from fuzz.attention import laid_out
 from fuzz.case import LAYOUTS
 from fuzz.causality import assert_backward_causal, assert_forward_causal
@@ -21,7 +20,6 @@ from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
 from fuzz.stretches import in_stretches
 from nsa_layer import NSAConfig
-from nsa_layer.support import BACKENDS
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
 
@@ -149,7 +147,7 @@ def stretches(case: Case, backend: str, device: str) -> None:
     cut = [stretch for stretch in cut if any(end > first for first, end in stretch)]
     if case.lengths is None:  # offsets differ between the sequences of a batch
         cut = [[(first, end)] + [(case.T - end, case.T - first)] * (case.B - 1) for ((first, end),) in cut]
-    attend = import_module("fuzz.kernel_stretches" if backend == "cute" else BACKENDS[backend]).attend
+    attend = kernel_stretches.attend if backend == "cute" else kernel_stretches.eager
     assert_close_to_reference(case, in_stretches(attend, cut), device)
 
 

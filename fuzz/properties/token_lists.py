@@ -102,13 +102,14 @@ def assert_pairs(case: Case, listed: list[torch.Tensor], tokens: torch.Tensor, i
 def made_lists(case: Case, lists: torch.Tensor) -> tuple[Tensors, Tensors]:
     """The unions that forward and dq read, and the pairs that dk and dv read."""
     from nsa_layer.cute.packing import Packing
-    from nsa_layer.cute.selected_branch import selected_sparsity, token_pairs
+    from nsa_layer.cute.selected_branch import selected_options
+    from nsa_layer.cute.token_unions import key_pairs
 
     T, heads = sum(case.lengths) if case.lengths else case.T, (case.Hq, case.Hkv)
     packing = Packing.of(case.spec, lists.device, case.Hq // case.Hkv)
     static = dict(S=T, spec=case.spec, packing=packing, q_offset=None)
-    unions = selected_sparsity(lists, T, heads, backward=False, **static).tensors
-    pairs = token_pairs(lists, T, heads, **static)
+    unions = selected_options(lists, T, heads, backward=False, **static)["block_sparse_tensors"]
+    pairs = key_pairs(lists, heads, T, **static)
     of_queries = (unions.mask_block_cnt, unions.mask_block_idx, unions.mask_block_bits)
     return of_queries, (pairs.tokens, pairs.items, pairs.row_items)
 

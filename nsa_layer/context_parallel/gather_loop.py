@@ -124,7 +124,7 @@ class _Gather(torch.autograd.Function):
                 exchanges.append(_start(call, local, step + 1))
         o = torch.cat(o_steps, 2) if call.in_graph else o
         ctx.call = call
-        ctx.save_for_backward(*whole, *(x for fields in saved for x in fields))
+        ctx.save_for_backward(*whole, *[x for fields in saved for x in fields])
         ctx.set_materialize_grads(False)
         if not return_more:
             return (o,)
@@ -299,8 +299,8 @@ def _backward(
     """Gradients of a shard's differentiable tensors; q's is written to dq."""
     if call.is_selected_alone:
         tensors, count = shard_call.with_starts(inputs, shard), len(DIFFERENTIABLE)
-        given = (*tensors[:count], tensors.block_indices, tensors.q_offset, *saved, *_static(call, shard), True)
-        grads = OPS.attend_backward.default(do, *given, [x is not None for x in tensors[:count]])
+        arguments = (*tensors[:count], tensors.block_indices, tensors.q_offset, *saved, *_static(call, shard), True)
+        grads = OPS.attend_backward.default(do, *arguments, [x is not None for x in tensors[:count]])
     elif call.in_graph:
         grads = OPS.shard_backward.default(do, *inputs[: len(OF_LAYER)], *saved, *_static(call, shard))
     else:
@@ -313,7 +313,7 @@ def _backward(
 def _static(call: GatherCall, shard: QueryShard) -> tuple[Any, ...]:
     """Arguments of the operators that are no tensors."""
     if call.is_selected_alone:
-        return *static_arguments(call.spec).values(), call.backend, None, None, NOTHING, None
+        return *static_arguments(call.spec).values(), call.backend, 1, None, NOTHING, None
     first = shard.offsets[0]
     return *static_arguments(call.spec).values(), first, call.tokens.total, call.backend, call.kept
 

@@ -151,7 +151,7 @@ class QueryShard(NamedTuple):
             ends: of all sequences.
             cut: leave out keys behind the last query: no query attends to them, and no list names them.
         """
-        end, before = begin + queries.stop - queries.start, sum(end <= begin for end in ends)
+        end, before = begin + queries.stop - queries.start, len([end for end in ends if end <= begin])
         first_key = last_key = token = ends[before - 1] if before else 0
         lengths = []
         for sequence_end in ends[before:]:

@@ -42,7 +42,7 @@ def forward(
     if backend == "cute":
         from nsa_layer.cute import head_groups
 
-        return head_groups.forward_groups(*_on_kernels(tensors, shard, spec, kept), backward=backward, o=o)[1][0]
+        return head_groups.forward_groups(*_on_kernels(tensors, shard, spec, kept), backward=backward, o=o)[1]
     from nsa_layer import eager
 
     output, saved = eager.forward(_in_pytorch(tensors, shard, spec), spec=shard.spec(spec))
@@ -65,7 +65,7 @@ def backward(
         from nsa_layer.cute import head_groups
 
         rows = None if tensors.has_own_window else _window(tensors, shard, spec)[0]
-        return head_groups.gradients(do, *_on_kernels(tensors, shard, spec, kept), [saved], dq=dq, window=rows)
+        return head_groups.gradients(do, *_on_kernels(tensors, shard, spec, kept), saved, dq=dq, window=rows)
     from nsa_layer import eager
 
     grads = list(eager.backward(_in_pytorch(tensors, shard, spec), saved, do, spec=shard.spec(spec)))

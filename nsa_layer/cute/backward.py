@@ -12,16 +12,19 @@ from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.forward import attend, attend_selected
+from nsa_layer.cute.forward import attend, attend_selected, first_positions
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
+from nsa_layer.cute.selected_branch import dq_options, selected_options, use_split_dq
+from nsa_layer.cute.token_unions import key_pairs, query_lists
 from nsa_layer.kernels.gating.backward import gated_sum_backward
+from nsa_layer.kernels.launch import readable
 from nsa_layer.kernels.pooling.mean_pool import unpool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
+START = 64  # rows that row sums of packed sequences start at multiples of
 
 
 class WeightGradients(NamedTuple):
@@ -67,19 +70,20 @@ def backward(
     # faster.
     split_dq = unions or use_split_dq(q, v, spec)
     by_key = by_query = None
+    of_pairs = where if spec.causal else where | dict(q_offset=None)
     with component("lists"):
         selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
         static = dict(block_counts=saved.block_counts, S=k.shape[-3], **where)
         if not unions:
-            by_key = selected_sparsity(*selection, backward=True, **static)
+            by_key = selected_options(*selection, backward=True, **static)
         if split_dq or saved.o_slc is None:
-            by_query = selected_sparsity(*selection, backward=False, **static)
+            by_query = selected_options(*selection, backward=False, **static)
     calls, window = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered)), spec.config.window_size > 0
     if window or (unions and not k_cmp.shape[-3]):  # the rows of a call that adds nothing, where there is no other
         calls["swa"] = BranchCall(*tensors.of_window, of_swa | ordered)
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
-        calls["slc"] = BranchCall(k, v, selected_options(by_key, packing) | ordered)
+        calls["slc"] = BranchCall(k, v, by_key | ordered)
     if not k_cmp.shape[-3]:
         del calls["cmp"]
     sequences = None if packing is None else len(packing.cu_seqlens)  # which the spec of bounds does not say
@@ -92,7 +96,7 @@ def backward(
             o_cmp = attend(q, k_cmp, v_cmp, spec, of_cmp)[0]
     if o_slc is None:
         with component("slc"):
-            o_slc = attend_selected(q, k, v, spec, by_query, packing)[0]
+            o_slc = attend_selected(q, k, v, spec, by_query)[0]
     if o_swa is None and window:
         with component("swa"):
             o_swa = attend(q, *tensors.of_window, spec, of_swa)[0]
@@ -146,7 +150,7 @@ def backward(
     if split_dq:
         with component("slc_dq" if unions else "slc"):
             into = dict(dq=dq, accum=accum, add=add, start=layouts.calls[-1].dq.start)
-            backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query, packing))
+            backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query))
     del accum
     with component("compress"):
         dw_k = dw_v = d_k_mean = d_v_mean = None
@@ -162,7 +166,7 @@ def backward(
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
     if unions:
         with component("pairs"):
-            pairs = token_pairs(*selection, S=k.shape[-3], **where)
+            pairs = key_pairs(saved.block_indices, selection[2], q.shape[-3], k.shape[-3], **of_pairs)
         with component("slc_dkdv"):
             add = dk.filled or dv.filled
             for grad in (dk, dv):
@@ -183,3 +187,29 @@ def backward(
         None if tensors.k_cmp is None else dk_cmp,
         None if tensors.v_cmp is None else dv_cmp,
     )
+
+
+def backward_selected(
+    tensors: CallTensors, packing: Packing | None, spec: CallSpec, do: Tensor, o: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of `forward_selected`."""
+    (q, k, v), block_indices, q_offset = tensors[:3], tensors.block_indices, first_positions(tensors, packing, spec)
+    (T, Hq), (S, Hkv), do = q.shape[-3:-1], k.shape[-3:-1], readable(do)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
+    count = T if packing is None else T + START * (len(cu_seqlens) - 1)
+    shape = (*q.shape[:-3], Hq, -(-count // START) * START)
+    dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START, q_offset=q_offset)
+    fixed |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    where = dict(spec=spec, packing=packing, q_offset=q_offset)
+    with component("lists"):
+        lists = query_lists(block_indices, Hq // block_indices.shape[-2], T, S, **where)
+    with component("slc_dq"):
+        backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed)
+    del lists
+    with component("pairs"):
+        pairs = key_pairs(block_indices, (Hq, Hkv), T, S, **where)
+    with component("slc_dkdv"):
+        backward_dkdv(q, k, v, do, dpsum, lse_log2, pairs, dk=dk, dv=dv, **fixed)
+    return dq, dk, dv

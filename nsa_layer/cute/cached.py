@@ -294,8 +294,9 @@ class _Step:
             if self.on_pages:
                 of_window = (window.starts, window.longest) if has_window else (None, 0)
                 pages = Pages(self.table[part], call.room, self.places[Field.IN_WINDOW, part], *of_window)
-            o, aux = head_groups.infer(CallTensors(**given), packing, spec, self.memory, pages, side_stream)
-        return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
+            o, saved = head_groups.infer(CallTensors(**given), packing, spec, self.memory, pages, side_stream)
+        lse_swa = torch.full_like(saved.lse_cmp, -torch.inf) if saved.lse_swa is None else saved.lse_swa
+        return o, saved.lse_cmp, saved.lse_slc, lse_swa
 
     def _keys(
         self, bounds: tuple[int, int], window: _Window | None, side_stream: SideStream | None

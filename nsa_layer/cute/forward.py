@@ -13,8 +13,9 @@ from flash_attn.cute.runtime import repeated_calls
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
+from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
+from nsa_layer.cute.selected_branch import dq_options, selected_options
 from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.topk_dispatch import block_topk, token_topk
 from nsa_layer.kernels.gating.forward import gated_sum
@@ -95,9 +96,9 @@ def forward(
     del k_scored
     with component("lists"):
         lists = dict(block_counts=counts, S=S, **where)
-        sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
+        of_slc = selected_options(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
     with component("slc"):
-        o_slc, lse_slc = attend_selected(q, k, v, spec, sparsity, packing, table)
+        o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, table)
     if side_stream is not None:
         side_stream.join()
     with component("gate"):
@@ -140,6 +141,29 @@ def _compressed(
     return k_scored, k_cmp, v_cmp, None if w_k is None else k_mean, None if w_v is None else v_mean
 
 
+def forward_selected(tensors: CallTensors, packing: Packing | None, spec: CallSpec) -> tuple[Tensor, Tensor]:
+    """o and the log-sum-exp of the selected branch alone, over lists of the caller's."""
+    (q, k, v), lists = tensors[:3], tensors.block_indices
+    where = dict(S=k.shape[-3], spec=spec, packing=packing, q_offset=first_positions(tensors, packing, spec))
+    with component("lists"):
+        options = selected_options(lists, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **where)
+    with component("slc"):
+        return attend_selected(q, k, v, spec, options)
+
+
+def first_positions(tensors: CallTensors, packing: Packing | None, spec: CallSpec) -> Tensor | None:
+    """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
+    (q, k), q_offset = tensors[:2], tensors.q_offset
+    if not spec.causal:
+        return None
+    if q_offset is not None:
+        return q_offset.contiguous()
+    if packing is not None and packing.bounded:
+        return None if tensors.cu_seqlens_k is None else packing.cu_seqlens_k.diff() - packing.cu_seqlens.diff()
+    of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
+    return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
+
+
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """New tensors like those that `attend` returns."""
     rows = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
@@ -167,22 +191,16 @@ def attend(
 
 
 def attend_selected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: CallSpec,
-    sparsity: Sparsity,
-    packing: Packing | None,
-    page_table: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict, page_table: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The selected branch's `attend`; over unions on Blackwell by a kernel of its own.
 
     Args:
+        options: `selected_options`.
         page_table: int32 [B, n], of keys on pages, where `selected_branch.takes_pages`.
     """
     if reads_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
-        return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(sparsity, packing))
-    options = selected_options(sparsity, packing)
+        return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(options))
     if page_table is not None:  # which takes the place of starts
-        options |= dict(page_table=page_table, cu_seqlens_k=None)
+        options = options | dict(page_table=page_table, cu_seqlens_k=None)
     return attend(q, k, v, spec, options)

@@ -6,31 +6,39 @@ keys and values, and the selected blocks. Block lists are built again in backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from nsa_layer import determinism
-from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors, Saved
+from nsa_layer.call_spec import DIFFERENTIABLE, OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Saved
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.fork import require_patched
-from nsa_layer.gate import equal_gates
 from nsa_layer.support import reads_unions
 from nsa_layer.warm_up.api import compile_missing
-from nsa_layer.warm_up.shapes import CallShape
+from nsa_layer.warm_up.shapes import CallShape, ListsShape
 
 require_patched()
 
-from nsa_layer.cute.backward import backward  # noqa: E402
-from nsa_layer.cute.forward import Pages, forward  # noqa: E402
+from nsa_layer.cute.backward import backward, backward_selected  # noqa: E402
+from nsa_layer.cute.forward import Pages, first_positions, forward, forward_selected  # noqa: E402
 from nsa_layer.cute.side_stream import SideStream  # noqa: E402
 from nsa_layer.kernels.launch import readable  # noqa: E402
 
 Tensor = torch.Tensor
+READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
+
+
+def placed(tensors: CallTensors, spec: CallSpec) -> tuple[CallTensors, Packing | None]:
+    """The tensors as kernels read them, and starts."""
+    tensors, starts = tensors.map(readable, READ), {}
+    if spec.bound is not None:
+        starts = dict(cu_seqlens=tensors.cu_seqlens, total=tensors.q.shape[0])
+        starts |= dict(cu_seqlens_k=tensors.cu_seqlens_k, total_k=tensors.k.shape[0])
+    return tensors, Packing.of(spec, tensors.q.device, tensors.q_heads_per_list, **starts)
 
 
 def forward_groups(
@@ -41,33 +49,38 @@ def forward_groups(
     *,
     backward: bool,
     o: Tensor | None = None,
-    keep: Callable[[Saved, tuple[int, int]], None] | None = None,
-) -> tuple[Tensor, list[Saved]]:
-    """o, which is written where it is given, and what each group of heads leaves to its backward, if there will be one.
+    together: bool = True,
+    **more: Any,
+) -> tuple[Tensor, Saved]:
+    """o, which is written where it is given, and what backward needs, of all heads; lists of the caller's are left out.
 
     Args:
-        keep: takes what a group leaves, and its key/value heads, before the next group; the list is then empty.
+        backward: there will be one.
+        together: kernels that are missing are compiled side by side, before the first is launched.
+        more: of `forward`.
     """
-    with _compiled_together(tensors, spec, plan, backward=backward):
-        return _forward_groups(tensors, packing, spec, plan, o, keep)
-
-
-def _forward_groups(
-    tensors: CallTensors,
-    packing: Packing | None,
-    spec: CallSpec,
-    plan: MemoryPlan,
-    o: Tensor | None = None,
-    keep: Callable[[Saved, tuple[int, int]], None] | None = None,
-    **more: Any,
-) -> tuple[Tensor, list[Saved]]:
-    (q, k, v), parts = tensors[:3], []
-    keep = keep or (lambda part, _: parts.append(part))
-    o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
-    for group in plan.groups:
-        into = _narrow(o, -2, _query_heads(q, k, *group))
-        keep(forward(head_group(tensors, *group), packing, into, spec=spec, kept=plan.kept, **more), group)
-    return o, parts
+    q, k, v = tensors[:3]
+    with _compiled(tensors, packing, spec, plan, backward=backward) if together else nullcontext():
+        if spec.branches == SELECTED_ALONE:
+            o, lse = forward_selected(tensors, packing, spec)
+            return o, Saved(lse_slc=lse)
+        o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
+        whole: list[Tensor | None] = [None] * len(Saved._fields)
+        for group in plan.groups:
+            into = _narrow(o, -2, _query_heads(q, k, *group))
+            part = forward(head_group(tensors, *group), packing, into, spec=spec, kept=plan.kept, **more)
+            if tensors.block_indices is not None:
+                part = part._replace(block_indices=None)
+            if len(plan.groups) == 1:
+                return o, part
+            for i, x in enumerate(part):
+                if x is not None:
+                    dim, heads = _heads_dim(i, spec), k.shape[-2]
+                    each, shape = x.shape[dim] // (group[1] - group[0]), [*x.shape]
+                    shape[dim] = each * heads
+                    whole[i] = x.new_empty(shape) if whole[i] is None else whole[i]
+                    whole[i].narrow(dim, each * group[0], x.shape[dim]).copy_(x)
+    return o, Saved(*whole)
 
 
 def infer(
@@ -77,20 +90,16 @@ def infer(
     memory: MemoryPolicy,
     pages: Pages | None,
     side_stream: SideStream | None,
-) -> tuple[Tensor, Aux]:
-    """o and the auxiliary results of tensors that are `readable`, without a backward: what calls on caches launch.
+) -> tuple[Tensor, Saved]:
+    """`forward_groups` without a backward: what calls on caches launch.
 
     Kernels that are missing are compiled one after the other; the caller may have them compiled together before.
     """
     sizes = Sizes.of(tensors, spec=spec, needs_grad=False)
     if pages is not None:
         sizes = sizes._replace(longest=pages.room)
-    plan = plan_memory(sizes, memory, tensors.q.device)
-    o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, side_stream=side_stream)
-    aux = Aux(*joined_aux(parts, tensors.q, unions=reads_unions(spec.config, listed=spec.listed)))
-    if aux.lse_swa is None:
-        aux.lse_swa = torch.full_like(aux.lse_cmp, -torch.inf)
-    return o, aux
+    plan, more = plan_memory(sizes, memory, tensors.q.device), dict(pages=pages, side_stream=side_stream)
+    return forward_groups(tensors, packing, spec, plan, backward=False, together=False, **more)
 
 
 def gradients(
@@ -99,45 +108,63 @@ def gradients(
     packing: Packing | None,
     spec: CallSpec,
     plan: MemoryPlan,
-    saved: Iterable[Saved],
+    saved: Saved,
     *,
+    o: Tensor | None = None,
     dq: Tensor | None = None,
     window: slice | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the differentiable tensors.
+    """The gradients of the differentiable tensors, from what `forward_groups` gave.
 
     Args:
-        saved: by each group's forward; asked for one by one, before that group's backward.
+        o: of `forward_groups`, where the selected branch is alone.
         dq: is written where it is given.
         window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
             as None.
     """
-    q, k = tensors[:2]
-    spec = determinism.in_force(spec)
-    do = readable(do)
+    (q, k), spec, do = tensors[:2], spec.in_force(), readable(do)
+    if spec.branches == SELECTED_ALONE:
+        with _compiled(tensors, packing, spec, plan, backward=True):
+            found = backward_selected(tensors, packing, spec, do, o, saved.lse_slc)
+        return *found, *[None] * (len(DIFFERENTIABLE) - 3)
     of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)[: 5 if window is None else 3]
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]
     if window is not None:
         whole += [x[..., window, :, :] for x in whole]
     whole.insert(0, torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq)
     rest = []
-    with _compiled_together(tensors, spec, plan, backward=True):
-        for (first, end), of_group in zip(plan.groups, saved, strict=True):
-            query, key = _query_heads(q, k, first, end), (first, end)
-            grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
-            given = head_group(tensors, first, end), packing, of_group, _narrow(do, -2, query)
+    with _compiled(tensors, packing, spec, plan, backward=True):
+        for group in plan.groups:
+            query = _query_heads(q, k, *group)
+            grads = (_narrow(x, -2, query if i == 0 else group) for i, x in enumerate(whole))
+            part, of_group = head_group(tensors, *group), saved
+            if len(plan.groups) > 1:
+                of_group = Saved(*(_of_group(x, _heads_dim(i, spec), group, k) for i, x in enumerate(saved)))
+            if part.block_indices is not None:
+                of_group = of_group._replace(block_indices=part.block_indices)
+            given = part, packing, of_group, _narrow(do, -2, query)
             rest.append(backward(*given, *grads, window_adds=window is not None, spec=spec))
     dq, dk, dv, *of_window = whole
     if window is not None:
         of_window = None, None
-    return dq, dk, dv, *(joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
+    return dq, dk, dv, *(_joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
 
 
-def _compiled_together(
-    tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool
+def _compiled(
+    tensors: CallTensors, packing: Packing | None, spec: CallSpec, plan: MemoryPlan, *, backward: bool
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled side by side, before the first is launched."""
+    if spec.branches == SELECTED_ALONE:
+        return compile_missing(partial(_shape_of_lists, tensors, packing, spec, backward=backward))
     return compile_missing(partial(_shape, tensors, spec, plan, backward=backward))
+
+
+def _shape_of_lists(tensors: CallTensors, packing: Packing | None, spec: CallSpec, *, backward: bool) -> ListsShape:
+    (q, k), offset = tensors[:2], first_positions(tensors, packing, spec) is not None
+    if spec.bound is not None:  # kernels for others of these bounds are the same
+        spec = replace(spec, lengths=(spec.bound, len(q) - spec.bound), lengths_k=(len(k), 0), bound=None)
+    shapes = (tuple(x.shape) for x in (q, k, tensors.block_indices))
+    return ListsShape(*shapes, q.dtype, spec, offset, backward)
 
 
 def _shape(tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> CallShape:
@@ -183,19 +210,19 @@ def _narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None
     return x.narrow(dim, heads[0], heads[1] - heads[0])
 
 
-def joined_aux(parts: list[Saved], q: Tensor, *, unions: bool) -> tuple[Tensor, ...]:
-    """`Aux`'s fields for all heads."""
-    packed = q.dim() == 3
-    heads_dim = 0 if packed else 1
-    block_indices = [part.block_indices for part in parts]
-    block_indices = joined(block_indices, -2) if unions else joined(block_indices, heads_dim).transpose(-3, -2)
-    lses = [joined(list(lses), heads_dim) for lses in zip(*((p.lse_cmp, p.lse_slc, p.lse_swa) for p in parts))]
-    g = joined([part.g for part in parts], -2)
-    if g is None:
-        g = equal_gates(q)
-    return block_indices, g, *lses
+def _heads_dim(field: int, spec: CallSpec) -> int:
+    """The dimension of heads in a field of `Saved`."""
+    return -3 if field == 0 and not reads_unions(spec.config, listed=spec.listed) else -2
 
 
-def joined(parts: list[Tensor | None], dim: int) -> Tensor | None:
+def _of_group(x: Tensor | None, dim: int, heads: tuple[int, int], k: Tensor) -> Tensor | None:
+    """A field's part of key/value heads (first, end), contiguous."""
+    if x is None:
+        return None
+    each = x.shape[dim] // k.shape[-2]
+    return x.narrow(dim, heads[0] * each, (heads[1] - heads[0]) * each).contiguous()
+
+
+def _joined(parts: list[Tensor | None], dim: int) -> Tensor | None:
     """The groups' tensors as one, along their heads."""
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, dim)

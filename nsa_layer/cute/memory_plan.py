@@ -7,6 +7,7 @@ number of bytes; with enough memory there is one group and everything is saved, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -203,6 +204,16 @@ def plan_memory(
     if budget is None and device.type == "cuda":
         budget = _free_budget(sizes, device)
     return _plan_memory(sizes, _choices(policy, sizes.needs_grad) if kept is None else (kept,), budget)
+
+
+def plan_of(
+    tensors: CallTensors, spec: CallSpec, heads: int | None, budget: int | None, kept: Sequence[bool], needs_grad: bool
+) -> MemoryPlan:
+    """The plan of a call that keeps these outputs: groups of as many heads, or if None as the budget has them."""
+    if heads is not None:
+        return MemoryPlan(split_heads(tensors.k.shape[-2], heads), tuple(kept))
+    sizes = Sizes.of(tensors, spec=spec, needs_grad=needs_grad)
+    return plan_memory(sizes, MemoryPolicy(budget=budget), tensors.q.device, tuple(kept))
 
 
 def kept_in_graphs(policy: MemoryPolicy, needs_grad: bool) -> tuple[bool, bool, bool]:

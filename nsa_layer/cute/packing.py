@@ -54,15 +54,18 @@ class Packing(NamedTuple):
         *,
         cu_seqlens: torch.Tensor | None = None,
         total: int = 0,
+        cu_seqlens_k: torch.Tensor | None = None,
+        total_k: int = 0,
     ) -> Packing | None:
         """The starts of a call, without a synchronisation; None for a batch of equal length.
 
         Args:
             rows: of a token in a tile: query heads that share a list.
             cu_seqlens: on the GPU, and total tokens; for a spec with bounds alone.
+            cu_seqlens_k: of keys, and their total, where those are not of queries.
         """
         if spec.bound is not None:
-            return cls._bounded(spec, cu_seqlens, total, rows)
+            return cls._bounded(spec, cu_seqlens, total, rows, cu_seqlens_k, total_k)
         if spec.lengths is None:
             return None
         config, longest, longest_k = spec.config, max(spec.lengths), max(spec.key_lengths)
@@ -71,27 +74,38 @@ class Packing(NamedTuple):
         return cls(*starts, *totals, longest, longest_k, config.compressed_length(longest_k))
 
     @classmethod
-    def _bounded(cls, spec: CallSpec, cu_seqlens: torch.Tensor, total: int, rows: int) -> Packing:
+    def _bounded(
+        cls,
+        spec: CallSpec,
+        cu_seqlens: torch.Tensor,
+        total: int,
+        rows: int,
+        cu_seqlens_k: torch.Tensor | None,
+        total_k: int,
+    ) -> Packing:
         config, sequences, kv_tile = spec.config, len(cu_seqlens) - 1, _kv_tile(spec)
         # Of a sequence of T tokens there are (T * factor + more) // size, or none.
-        counted = (
-            (1, 0, 1),
-            (1, config.stride - config.span, config.stride),
-            (1, config.q_tile - 1, config.q_tile),
-            (1, kv_tile - 1, kv_tile),
-            (rows, ROWS - 1, ROWS),
+        of_queries = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, ROWS - 1, ROWS)
+        of_keys = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)
+        known = spec.lengths_k is not None
+        tokens, tiles, row_tiles, *more = starts_of(
+            cu_seqlens, of_queries if known or cu_seqlens_k is not None else (*of_queries, *of_keys)
         )
-        tokens, blocks, tiles, kv_tiles, row_tiles = starts_of(cu_seqlens, counted)
-        totals = (total // config.stride, total // kv_tile + sequences, total * rows // ROWS + sequences)
-        longest_k, keys = spec.bound, tokens
-        if spec.lengths_k is not None:  # the host knows those of keys
+        row_total = total * rows // ROWS + sequences
+        if known:  # the host knows those of keys
             counts = (
                 spec.lengths_k,
                 *(list(map(f, spec.lengths_k)) for f in (config.compressed_length, config.num_blocks)),
             )
             starts = tuple((*accumulate(count, initial=0),) for count in counts)
             keys, blocks, kv_tiles = numbers_on(starts, cu_seqlens.device)
-            totals, longest_k = (starts[1][-1], starts[2][-1], totals[2]), max(spec.lengths_k)
+            totals, longest_k = (starts[1][-1], starts[2][-1], row_total), max(spec.lengths_k)
+        else:
+            longest_k = spec.bound
+            if cu_seqlens_k is not None:
+                more, total, longest_k = starts_of(cu_seqlens_k, of_keys), total_k, total_k
+            keys, blocks, kv_tiles = more
+            totals = (total // config.stride, total // kv_tile + sequences, row_total)
         longest = (spec.bound, longest_k, config.compressed_length(longest_k))
         return cls(tokens, keys, blocks, tiles, kv_tiles, row_tiles, *totals, *longest, bounded=True)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from flash_attn.cute.bwd_sm90 import two_pass
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists
+from nsa_layer.cute.token_unions import query_lists
 from nsa_layer.kernels.block_lists import make as list_kernels
 from nsa_layer.kernels.launch import are_aligned
 from nsa_layer.kernels.union_lists.sizes import KEYS
@@ -38,26 +35,7 @@ def _on_hopper(device: torch.device) -> bool:
     return kernel_family(device_arch(device.index)) == 90
 
 
-@dataclass(frozen=True)
-class Sparsity:
-    """Block lists of an attention call.
-
-    pack_gqa: the lists are those of tiles of packed heads.
-    q_offset: of causal queries that are a stretch of a longer context.
-    """
-
-    tensors: BlockSparseTensorsTorch
-    causal: bool
-    pack_gqa: bool | None = None
-    q_offset: torch.Tensor | None = None
-
-    def options(self) -> dict:
-        """The keyword arguments that the kernels take."""
-        options: dict = dict(block_sparse_tensors=self.tensors, causal=self.causal) | position_options(self.q_offset)
-        return options if self.pack_gqa is None else options | dict(pack_gqa=self.pack_gqa)
-
-
-def selected_sparsity(
+def selected_options(
     block_indices: torch.Tensor,
     T: int,
     heads: tuple[int, int],
@@ -68,12 +46,12 @@ def selected_sparsity(
     block_counts: torch.Tensor | None = None,
     S: int | None = None,
     q_offset: torch.Tensor | None = None,
-) -> Sparsity:
-    """Lists of T queries that attend to the tokens of the listed blocks.
+) -> dict:
+    """Options of the call of T queries that attend to the tokens of the listed blocks.
 
     Args:
         block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n]. Where unions are read
-            [B, M, Hkv, n], packed [tiles, Hkv, n], which have no lists by key tile: `token_pairs`.
+            [B, M, Hkv, n], packed [tiles, Hkv, n], which have no lists by key tile: `key_pairs`.
         T: tokens of a sequence, packed of all.
         heads: (Hq, Hkv).
         backward: lists by key tile, not by query tile.
@@ -85,45 +63,28 @@ def selected_sparsity(
     Raises:
         NotImplementedError: q_offset where unions are not read.
     """
-    config, causal = spec.config, spec.causal
-    if reads_unions(spec.config, listed=spec.listed):
-        Hs, extents = block_indices.shape[-2], Extents.of_layer(T, T if S is None else S, spec, packing, q_offset)
-        lists = query_lists(block_indices, heads[0] // Hs, extents)
-        return Sparsity(lists, causal, pack_gqa=Hs == heads[1], q_offset=extents.q_offset)
+    config, options = spec.config, dict(causal=spec.causal) | token_options(packing)
+    if reads_unions(config, listed=spec.listed):
+        Hs, q_offset = block_indices.shape[-2], q_offset if spec.causal else None
+        where = dict(spec=spec, packing=packing, q_offset=q_offset)
+        lists = query_lists(block_indices, heads[0] // Hs, T, T if S is None else S, **where)
+        options |= dict(block_sparse_tensors=lists, pack_gqa=Hs == heads[1])
+        return options | position_options(q_offset)
     if q_offset is not None:
         raise NotImplementedError(f"q_offset with q_tile={config.q_tile} on the kernels: tiles below 128 queries alone")
-    size = config.block_size
-    static = dict(block_size=size, q_tile=config.q_tile, kv_tile=hopper_kv_tile(size), causal=causal)
+    size, rows = config.block_size, None
+    static = dict(block_size=size, q_tile=config.q_tile, kv_tile=hopper_kv_tile(size), causal=spec.causal)
     if packing is not None:
-        T, static = packing.longest, static | dict(cu_tiles=packing.cu_tiles, cu_rows=packing.cu_kv_tiles)
-    if not backward:
-        return Sparsity(list_kernels.forward_lists(block_indices, block_counts, T, **static), causal)
-    rows = None if packing is None else packing.total_kv_tiles
-    return Sparsity(list_kernels.backward_lists(block_indices, T, heads, rows=rows, **static), causal)
+        T, rows = packing.longest, packing.total_kv_tiles
+        static |= dict(cu_tiles=packing.cu_tiles, cu_rows=packing.cu_kv_tiles)
+    if backward:
+        lists = list_kernels.backward_lists(block_indices, T, heads, rows=rows, **static)
+    else:
+        lists = list_kernels.forward_lists(block_indices, block_counts, T, **static)
+    return options | dict(block_sparse_tensors=lists)
 
 
-def token_pairs(
-    block_indices: torch.Tensor,
-    T: int,
-    heads: tuple[int, int],
-    *,
-    S: int,
-    spec: CallSpec,
-    packing: Packing | None,
-    q_offset: torch.Tensor | None,
-) -> KeyPairs:
-    """The tokens that list each block, for the kernel of dk and dv; arguments as for `selected_sparsity`."""
-    return key_pairs(block_indices, heads, Extents.of_layer(T, S, spec, packing, q_offset))
-
-
-def selected_options(sparsity: Sparsity, packing: Packing | None) -> dict:
-    """Options of the selected branch's call, in the direction that the lists are for."""
-    return sparsity.options() | token_options(packing)
-
-
-def dq_options(sparsity: Sparsity, packing: Packing | None) -> dict:
-    """Options of the selected branch's dq pass, over the lists of forward, and of `forward_unions`."""
-    options = selected_options(sparsity, packing)
-    for name in ("max_seqlen_k", "pack_gqa"):
-        options.pop(name, None)
-    return options | dict(lists=options.pop("block_sparse_tensors"))
+def dq_options(options: dict) -> dict:
+    """`selected_options` of forward, for the dq pass over its lists, and for `forward_unions`."""
+    kept = {name: x for name, x in options.items() if name not in ("max_seqlen_k", "pack_gqa", "block_sparse_tensors")}
+    return kept | dict(lists=options["block_sparse_tensors"])

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, Aux, CallSpec, CallTensors, Saved
 from nsa_layer.checks import check_lengths, check_positions, starts_of_lengths
-from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.arguments import (
     CONFIG,
     NAMES,
@@ -49,14 +49,15 @@ def attend(
 
     In graphs and modes the policy says what is saved, and groups of heads follow, when they run, from what is free.
     """
-    q, config, alone = tensors.q, spec.config, spec.branches == SELECTED_ALONE
+    (q, k), config, alone = tensors[:2], spec.config, spec.branches == SELECTED_ALONE
     if spec.lengths is not None:  # no second look at what may be on a GPU
         of_keys = None if tensors.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
         tensors = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
     elif stay_on_gpu(tensors.cu_seqlens):
         tensors = _with_rows(tensors, q.shape[0] // config.stride)
-    heads, kept = None, kept_in_graphs(memory, needs_grad) if backend == "cute" and not alone else NOTHING
-    if backend == "cute" and not alone and not is_recorded(q):
+    planned = backend == "cute" and not alone
+    heads, kept = k.shape[-2] if alone else None, kept_in_graphs(memory, needs_grad) if planned else NOTHING
+    if planned and not is_recorded(q):
         plan = plan_memory(Sizes.of(tensors, spec=spec, needs_grad=needs_grad), memory, q.device)
         heads, kept = plan.groups[0][1], plan.kept
     plan = (backend, heads, memory.budget, kept, spec.bound, needs_grad)
@@ -133,15 +134,11 @@ def _attend(
             from nsa_layer import eager
 
             o, made = eager.forward(tensors, spec=spec)
-        elif spec.branches == SELECTED_ALONE:
-            from nsa_layer.cute import selected_alone
-
-            o, made = selected_alone.forward(tensors, spec, needs_grad=needs_grad)
         else:
-            from nsa_layer.cute import whole_call
+            from nsa_layer.cute import head_groups
 
-            plan = whole_call.plan_of(tensors, spec, heads, budget, kept, needs_grad=needs_grad)
-            o, made = whole_call.attend(tensors, spec=spec, plan=plan, needs_grad=needs_grad)
+            plan = plan_of(tensors, spec, heads, budget, kept, needs_grad)
+            o, made = head_groups.forward_groups(*head_groups.placed(tensors, spec), spec, plan, backward=needs_grad)
         if room:
             shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend)
             pairs = zip(made, shapes, strict=True)
@@ -184,15 +181,11 @@ def _attend_backward(
             from nsa_layer import eager
 
             found = eager.backward(tensors, made, do, spec=spec)
-        elif spec.branches == SELECTED_ALONE:
-            from nsa_layer.cute import selected_alone
-
-            found = selected_alone.backward(tensors, spec, do, o, made.lse_slc)
         else:
-            from nsa_layer.cute import whole_call
+            from nsa_layer.cute import head_groups
 
-            plan = whole_call.plan_of(tensors, spec, heads, budget, kept, needs_grad=True)
-            found = whole_call.gradients(do, tensors, made, spec=spec, plan=plan)
+            plan = plan_of(tensors, spec, heads, budget, kept, True)
+            found = head_groups.gradients(do, *head_groups.placed(tensors, spec), spec, plan, made, o=o)
     wanted = (d if need else None for d, need in zip(found, needs, strict=True))
     return tuple([None if d is None else _promised(d, x) for d, x in zip(wanted, inputs, strict=True)])
 

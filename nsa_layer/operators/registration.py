@@ -78,7 +78,8 @@ def register(
 
         @staticmethod
         def forward(compute: Callable, *args: Any) -> tuple[Tensor | None, ...]:
-            return compute(*args)
+            given = set(map(id, args))  # what is saved may be an argument, such as gates, which autograd refuses
+            return tuple([x.detach() if id(x) in given and x is not None else x for x in compute(*args)])
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:

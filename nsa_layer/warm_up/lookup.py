@@ -199,16 +199,18 @@ def _make_layer(call: CallShape) -> None:
 
 
 def _make_listed(call: ListsShape) -> None:
-    from nsa_layer.cute.selected_alone import Extents, attend, gradients
+    from nsa_layer.cute.backward import backward_selected
+    from nsa_layer.cute.forward import forward_selected
+    from nsa_layer.cute.packing import Packing
 
     q, k = (_fake(*shape, dtype=call.dtype) for shape in (call.q, call.k))
-    lists = _fake(*call.lists, dtype=torch.int32)
     sequences = len(call.spec.lengths) if call.spec.lengths else len(q)
     offset = _fake(sequences, dtype=torch.int32) if call.offset else None
-    extents = Extents.of_lists(q, k, q.shape[-2] // lists.shape[-2], offset, call.spec)
-    o, lse = attend(q, k, k, lists, extents, call.spec)
+    tensors = CallTensors(q, k, k, block_indices=_fake(*call.lists, dtype=torch.int32), q_offset=offset)
+    packing = Packing.of(call.spec, q.device, tensors.q_heads_per_list)
+    o, lse = forward_selected(tensors, packing, call.spec)
     if call.backward:
-        gradients(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse)
+        backward_selected(tensors, packing, call.spec, torch.empty_like(o), o, lse)
 
 
 def _make_cached(call: CachedShape) -> None:

@@ -43,7 +43,7 @@ ORDERED = [
 
 
 def compile_ordered(case: Case, in_use: bool) -> set[int]:
-    """Deterministic backward in one pass; dimensions of the index lists that the kernel loops.
+    """Deterministic backward in one pass; dimensions of the index lists that the kernel reads.
 
     in_use: not all queries that sequences have room for are there.
     """

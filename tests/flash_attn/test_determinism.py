@@ -307,8 +307,8 @@ def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
     import cutlass.cute as cute
     from cutlass import Int32
     from cutlass.cute.runtime import from_dlpack
+    from semaphore_kernels import Flags, list_rows, pass_turns
     from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from turn_kernels import Flags, list_rows, pass_turns
 
     with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(list_rows, "barrier", Flags)

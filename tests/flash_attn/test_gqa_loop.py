@@ -106,7 +106,7 @@ def test_bits_repeat(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case, _ in CASES if case.deterministic][::2], ids=str)
 def test_a_part_of_the_heads_adds_to_the_same_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two CTAs to a key tile dk and dv take their turns, and come out as with one."""
+    """With two CTAs to a key tile dk and dv are added in order, and come out as with one."""
     x = make_inputs(case)
     o, lse = forward(case, x)
     with one_multiprocessor():
@@ -152,7 +152,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
-    """The kernel's heads for a CTA, whether it stores dk and dv, and whether it takes turns; in a worker."""
+    """The kernel's heads for a CTA, whether it stores dk and dv, and whether it adds them in order; in a worker."""
     from flash_attn.cute.bwd_sm90 import two_pass
 
     x = make_inputs(case)
@@ -162,7 +162,7 @@ def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
         patch.setattr(two_pass, "LOOPS_OVER_GROUP", True)
         without_dq(case, x, o, lse, deterministic=deterministic)
     (kernel,) = kernels
-    return kernel.heads_per_cta, kernel.stores_dkv, kernel.takes_turns
+    return kernel.heads_per_cta, kernel.stores_dkv, kernel.adds_in_order
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def shapes(rows: int, width: int, heads: int = 8) -> Any:
         (16, 100, 65536, (64, 4, 4), False),  # sixteen heads make it long
     ],
 )
-def test_groups_are_walked_where_no_list_is_long(
+def test_groups_are_looped_over_where_no_list_is_long(
     forward_width: int,
     backward_width: int,
     tokens: int,

@@ -25,7 +25,7 @@ def in_branch_of_loop(call: MaskCall) -> bool:
 
 @pytest.mark.parametrize("case", TAIL, ids=str)
 def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None:
-    """On SM90 in a loop of its own, beside one for keys that end with a block (test_unmasked_steps.py)."""
+    """On SM90 in a loop of its own, beside one for keys that end with a block (test_forward_steps.py)."""
     calls = compiler.trace(masks, case)
     own_walk = compiler.arch == "sm_90"
     at_tail = [call for call in calls if (in_loop if own_walk else in_branch_of_loop)(call) and call.mask_seqlen]

@@ -156,7 +156,7 @@ def test_wide_rows_do_not(shape: tuple[int, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class Walk:
+class RandomLists:
     """Random lists of very different lengths."""
 
     T: int
@@ -169,18 +169,18 @@ class Walk:
     empty: float = 0.3  # of the rows, about how many
 
 
-WALKS = [
-    Walk(T=1),
-    Walk(T=128, Hq=1, Hkv=1),
-    Walk(T=200, B=2, empty=1.0),
-    Walk(T=2100, B=3),
-    Walk(T=20000, B=2),
-    Walk(T=20000, D=64, causal=True),
-    Walk(T=70000, Hq=16, Hkv=4, empty=0.9),
+RANDOM = [
+    RandomLists(T=1),
+    RandomLists(T=128, Hq=1, Hkv=1),
+    RandomLists(T=200, B=2, empty=1.0),
+    RandomLists(T=2100, B=3),
+    RandomLists(T=20000, B=2),
+    RandomLists(T=20000, D=64, causal=True),
+    RandomLists(T=70000, Hq=16, Hkv=4, empty=0.9),
 ]
 
 
-def random_call(loop: Walk, pack_gqa: bool) -> tuple[Case, Any, torch.Tensor]:
+def random_call(loop: RandomLists, pack_gqa: bool) -> tuple[Case, Any, torch.Tensor]:
     """A case, lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -201,8 +201,8 @@ def random_call(loop: Walk, pack_gqa: bool) -> tuple[Case, Any, torch.Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("loop", "pack_gqa"), in_order(WALKS, True, False), ids=str)
-def test_not_a_bit_depends_on_it(loop: Walk, pack_gqa: bool) -> None:
+@pytest.mark.parametrize(("loop", "pack_gqa"), in_order(RANDOM, True, False), ids=str)
+def test_not_a_bit_depends_on_it(loop: RandomLists, pack_gqa: bool) -> None:
     """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
     case, lists, empty = random_call(loop, pack_gqa)
     x = make_inputs(case)

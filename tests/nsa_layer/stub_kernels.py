@@ -19,7 +19,7 @@ def stubs() -> Iterator[None]:
     from flash_attn.cute import interface
     from flash_attn.cute.cache_utils import JITCache
     from flash_attn.cute.multiply.host import CompiledKernels
-    from nsa_layer.cute import head_groups, selected_alone, selected_branch  # noqa: F401, all modules with kernels
+    from nsa_layer.cute import head_groups, selected_branch  # noqa: F401, all modules with kernels
     from nsa_layer.kernels import launch
 
     def compiled(*at: object) -> Callable[..., None]:

@@ -27,6 +27,7 @@ def cases() -> Iterator[Case]:
     for n, G in enumerate((1, 2, 4, 8, 16)):
         for dtype in (DTYPES[n % 4], DTYPES[(n + 1) % 4]):
             yield Case(T=127, Hq=2 * G, Hkv=2, D=16, dtype=dtype, config=SMALL, compress_weights=True, seed=G)
+    yield Case(T=40, gate="given")  # in fp32: what is saved is an argument
     yield Case(T=600, config=NSAConfig.seed(block_size=32, block_counts=4, window_size=64))
     for dtype, config in zip(DTYPES, (SMALL, SMALL.replace(q_tile=1), SMALL, NSAConfig.paper())):
         yield Case(B=2, T=127, D=16, Dv=12, dtype=dtype, config=config, own_keys=OWN_KEYS)

@@ -38,7 +38,7 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
             if not lists:
                 return block_topk(q, k_mean, spec=case.spec, packing=None)
             static = dict(spec=case.spec, backward=True, block_counts=counts)
-            return selected_branch.selected_sparsity(indices, T, (4, 2), **static)
+            return selected_branch.selected_options(indices, T, (4, 2), **static)
 
         with stubs():
             call()

@@ -309,10 +309,8 @@ def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch
 
 def test_a_graph_saves_what_the_policy_says_and_groups_heads_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the length: it is made once."""
-    from nsa_layer.cute import whole_call
-
-    plans, plan_of = [], whole_call.plan_of
-    monkeypatch.setattr(whole_call, "plan_of", lambda *args, **more: plans.append(plan_of(*args, **more)) or plans[-1])
+    plans, plan_of = [], memory_plan.plan_of
+    monkeypatch.setattr(layer, "plan_of", lambda *args: plans.append(plan_of(*args)) or plans[-1])
     counter = CompileCounterWithBackend("aot_eager")
     with stubbed_layer():
         for recompute, kept in (("auto", (True,) * 3), ("all", (False,) * 3)):

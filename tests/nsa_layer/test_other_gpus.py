@@ -15,7 +15,7 @@ CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, d
 
 def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    from nsa_layer.cute import whole_call
+    from nsa_layer.cute import head_groups
 
     class Asked(Exception):
         pass
@@ -36,7 +36,7 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
             entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", Device)
-    monkeypatch.setattr(whole_call, "attend", asked)
+    monkeypatch.setattr(head_groups, "forward_groups", asked)
     with FakeTensorMode():
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
     static = static_arguments(CallSpec(CONFIG, True, 0.125)) | dict(backend="cute", heads=2, budget=None)

@@ -10,7 +10,7 @@ from stub_kernels import launches, stubs
 
 from flash_attn.cute.runtime import repeated_calls
 from nsa_layer import NSAConfig
-from nsa_layer.cute.token_unions import Extents, query_lists
+from nsa_layer.cute.token_unions import query_lists
 from nsa_tools.testing.cases import Case
 
 
@@ -22,8 +22,8 @@ def tensors(**sizes: int) -> tuple[torch.Tensor, ...]:
 
 def lists() -> Any:
     case = Case(T=256, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=4))
-    extents = Extents.of_layer(256, 512, case.spec, None, torch.zeros(1, dtype=torch.int32))
-    return query_lists(torch.zeros(1, 256, 2, 4, dtype=torch.int32), 2, extents)
+    of_tokens, offset = torch.zeros(1, 256, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    return query_lists(of_tokens, 2, 256, 512, spec=case.spec, q_offset=offset)
 
 
 def offset() -> torch.Tensor:

@@ -40,7 +40,9 @@ from nsa_layer.cached_call import CachedCall
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
 from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
-from nsa_layer.cute import cached, head_groups, selected_alone
+from nsa_layer.cute import cached, head_groups
+from nsa_layer.cute.backward import backward_selected
+from nsa_layer.cute.forward import first_positions, forward_selected
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.memory_plan import plan_memory
 
@@ -66,18 +68,19 @@ def own_call(call, bounded=False):
         starts = torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
         where = dict(cu_seqlens=starts, total=call.T)
     packing = Packing.of(spec, tensors.q.device, tensors.q_heads_per_list, **where)
-    o, parts = head_groups.forward_groups(tensors, packing, spec, plan, backward=True)
+    o, saved = head_groups.forward_groups(tensors, packing, spec, plan, backward=True)
     if call.backward:
-        head_groups.gradients(torch.empty_like(o), tensors, packing, spec, plan, parts)
+        head_groups.gradients(torch.empty_like(o), tensors, packing, spec, plan, saved)
 
 def own_lists(call):
     q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))
     lists = torch.empty(call.lists, dtype=torch.int32, device="cuda")
-    extents = selected_alone.Extents.of_lists(q, k, q.shape[-2] // lists.shape[-2], None, call.spec)
-    assert call.offset == (extents.q_offset is not None)
-    o, lse = selected_alone.attend(q, k, k, lists, extents, call.spec)
+    tensors = CallTensors(q, k, k, block_indices=lists)
+    packing = Packing.of(call.spec, q.device, tensors.q_heads_per_list)
+    assert call.offset == (first_positions(tensors, packing, call.spec) is not None)
+    o, lse = forward_selected(tensors, packing, call.spec)
     if call.backward:
-        selected_alone.gradients(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse)
+        backward_selected(tensors, packing, call.spec, torch.empty_like(o), o, lse)
 
 def own_cached(call):
     given = {name: torch.empty(of, dtype=dtype, device="cuda") for name, of, dtype in call.tensors}

@@ -23,7 +23,7 @@ DRAWS = 2  # that a load warp is ahead at most
 
 @dataclass(frozen=True)
 class WorkTile:
-    """64 keys, or the first of 64 that are a block, and the pairs to loop for them."""
+    """64 keys, or the first of 64 that are a block, and the range of their pairs."""
 
     batch: Int32
     head: Int32  # of keys and values

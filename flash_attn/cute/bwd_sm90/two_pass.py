@@ -24,7 +24,7 @@ from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.shared_backward import BackwardLayout
 
-# What stands around a CTA's loop costs, in query tiles: k and v before, the sums of dk and dv after.
+# Fixed cost of a CTA, in units of one query tile: loading k and v, storing dk and dv.
 AROUND_TILES = 2.9
 # Of the time, that looping over several heads has to save.
 LEAST_SAVING = 0.02
@@ -58,7 +58,7 @@ def window_heads_per_cta(
 
 
 def window_time(ctas: int, tiles: int, sms: int) -> float:
-    """Time of so many CTAs that loop so many query tiles each, in query tiles."""
+    """Time of `ctas` CTAs of `tiles` query tiles each, in query tiles."""
     return -(-ctas // sms) * (AROUND_TILES + tiles)
 
 

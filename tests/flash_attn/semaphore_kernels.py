@@ -1,4 +1,4 @@
-"""The treatment of a turn that a CTA of SM100 backward has no use for, as a program for the CPU.
+"""The semaphore of a CTA of SM100 backward that has nothing to add, as a program for the CPU.
 
 Importing this imports the DSL, which looks at the architecture once a process.
 """
