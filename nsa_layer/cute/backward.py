@@ -68,43 +68,23 @@ def backward(
     unions = reads_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
     # faster.
-    split_dq = unions or use_split_dq(q, v, spec)
-    by_key = by_query = None
-    of_pairs = where if spec.causal else where | dict(q_offset=None)
-    with component("lists"):
-        selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
-        static = dict(block_counts=saved.block_counts, S=k.shape[-3], **where)
-        if not unions:
-            by_key = selected_options(*selection, backward=True, **static)
-        if split_dq or saved.o_slc is None:
-            by_query = selected_options(*selection, backward=False, **static)
-    calls, window = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered)), spec.config.window_size > 0
-    if window or (unions and not k_cmp.shape[-3]):  # the rows of a call that adds nothing, where there is no other
+    split_dq, window = unions or use_split_dq(q, v, spec), spec.config.window_size > 0
+    by_key, by_query = _selected_lists(tensors, varlen, saved, spec, split_dq)
+    calls = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered)) if k_cmp.shape[-3] else {}
+    if window or (unions and not calls):  # the rows of a call that adds nothing, where there is no other
         calls["swa"] = BranchCall(*tensors.of_window, of_swa | ordered)
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
         calls["slc"] = BranchCall(k, v, by_key | ordered)
-    if not k_cmp.shape[-3]:
-        del calls["cmp"]
     sequences = None if varlen is None else len(varlen.cu_seqlens)  # which the spec of bounds does not say
     layouts = backward_layouts(q, tuple(calls.values()), key=(spec, sequences, tensors.q_offset is None))
 
-    # Outputs that were not saved: the same launches, the same bits.
-    o_cmp, o_slc, o_swa = saved.o_cmp, saved.o_slc, saved.o_swa
-    if o_cmp is None:
-        with component("cmp"):
-            o_cmp = attend(q, k_cmp, v_cmp, spec, of_cmp)[0]
-    if o_slc is None:
-        with component("slc"):
-            o_slc = attend_selected(q, k, v, spec, by_query)[0]
-    if o_swa is None and window:
-        with component("swa"):
-            o_swa = attend(q, *tensors.of_window, spec, of_swa)[0]
+    outputs = _recompute(tensors, saved, (k_cmp, v_cmp), spec, of_cmp, by_query, of_swa if window else None)
     with component("gate"):
         lses = (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
         gating = dict(g=saved.g, q=q, gate_weight=gate_weight, gates=gates, tile_m=layouts.tile_m, out=dq)
-        gate = gated_sum_backward(do, o_cmp, o_slc, o_swa, *lses, **gating, cu_seqlens=cu_seqlens)
-    del o_cmp, o_slc, o_swa
+        gate = gated_sum_backward(do, *outputs, *lses, **gating, cu_seqlens=cu_seqlens)
+    del outputs
     # Equal and sigmoid gates are in lse_log2: all branches get the same do.
     do_cmp, do_slc, do_swa = gate.do_branches or (do, do, do)
     rows_cmp, rows_slc, rows_swa = zip(gate.dpsum, gate.lse_log2)
@@ -113,10 +93,8 @@ def backward(
     names = [name if name == "cmp" or (name == "swa" and apart) else "tokens" for name in calls]
     sums = GradAccumulators(layouts, q.device, softmax_scale=scale, keys=names)
     dk, dv = KeyGradient(dk), KeyGradient(dv)
-    of_window = (
-        dk if dk_win is None else KeyGradient(dk_win, filled=window_adds),
-        dv if dv_win is None else KeyGradient(dv_win, filled=window_adds),
-    )
+    pairs = ((dk, dk_win), (dv, dv_win))
+    of_window = [grad if x is None else KeyGradient(x, filled=window_adds) for grad, x in pairs]
 
     def launch(name: str, do: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
         """Add to the accumulators; returns dk and dv where the call stores them instead."""
@@ -152,41 +130,115 @@ def backward(
             into = dict(dq=dq, accum=accum, add=add, start=layouts.calls[-1].dq.start)
             backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query))
     del accum
-    with component("compress"):
-        dw_k = dw_v = d_k_mean = d_v_mean = None
-        if tensors.k_cmp is None:
-            d_k_mean, dw_k = project_backward(dk_cmp, saved.k_mean, w_k)
-        if tensors.v_cmp is None:
-            d_v_mean, dw_v = project_backward(dv_cmp, saved.v_mean, w_v)
-        unpool(d_k_mean, d_v_mean, dk.out, dv.out, **pooling_options(spec, varlen))
-        dk.filled, dv.filled = d_k_mean is not None, d_v_mean is not None
+    dw_k, dw_v = _compress_backward(tensors, saved, (dk_cmp, dv_cmp), dk, dv, pooling_options(spec, varlen))
     with component("convert"):
         if apart and not window_adds:
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
     if unions:
-        with component("pairs"):
-            pairs = key_pairs(saved.block_indices, selection[2], q.shape[-3], k.shape[-3], **of_pairs)
-        with component("slc_dkdv"):
-            add = dk.filled or dv.filled
-            for grad in (dk, dv):
-                if add and not grad.filled:
-                    grad.out.zero_()
-            into = dict(dk=dk.out, dv=dv.out, add=add, start=layouts.calls[-1].dq.start)
-            of_slc = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-            of_slc["q_offset"] = tensors.q_offset
-            backward_dkdv(q, k, v, do_slc, *rows_slc, pairs, **fixed, **into, **of_slc)
+        _add_selected(tensors, varlen, saved, spec, do_slc, rows_slc, dk, dv, layouts.calls[-1].dq.start)
     if window_adds:  # where the others have written
         with component("convert"):
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
-    return WeightGradients(
-        gate.d_weight,
-        gate.d_gates,
-        dw_k,
-        dw_v,
-        None if tensors.k_cmp is None else dk_cmp,
-        None if tensors.v_cmp is None else dv_cmp,
-    )
+    own = (d if x is not None else None for x, d in ((tensors.k_cmp, dk_cmp), (tensors.v_cmp, dv_cmp)))
+    return WeightGradients(gate.d_weight, gate.d_gates, dw_k, dw_v, *own)
+
+
+def _selected_lists(
+    tensors: CallTensors, varlen: Varlen | None, saved: Saved, spec: CallSpec, split_dq: bool
+) -> tuple[dict | None, dict | None]:
+    """Options of the selected branch's calls: over lists by key tile, where no unions are read; and over forward's."""
+    (q, k), by_key, by_query = tensors[:2], None, None
+    with component("lists"):
+        selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
+        static = dict(spec=spec, varlen=varlen, q_offset=tensors.q_offset, S=k.shape[-3])
+        static["block_counts"] = saved.block_counts
+        if not reads_unions(spec.config, listed=spec.listed):
+            by_key = selected_options(*selection, backward=True, **static)
+        if split_dq or saved.o_slc is None:
+            by_query = selected_options(*selection, backward=False, **static)
+    return by_key, by_query
+
+
+def _recompute(
+    tensors: CallTensors,
+    saved: Saved,
+    compressed: tuple[Tensor, Tensor],
+    spec: CallSpec,
+    of_cmp: dict,
+    of_slc: dict | None,
+    of_swa: dict | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The branches' outputs; those that were not saved by the same launches, which give the same bits.
+
+    Args:
+        of_cmp, of_slc, of_swa: options of their calls; None for the window: there is none.
+    """
+    (q, k, v), o_cmp, o_slc, o_swa = tensors[:3], saved.o_cmp, saved.o_slc, saved.o_swa
+    if o_cmp is None:
+        with component("cmp"):
+            o_cmp = attend(q, *compressed, spec, of_cmp)[0]
+    if o_slc is None:
+        with component("slc"):
+            o_slc = attend_selected(q, k, v, spec, of_slc)[0]
+    if o_swa is None and of_swa is not None:
+        with component("swa"):
+            o_swa = attend(q, *tensors.of_window, spec, of_swa)[0]
+    return o_cmp, o_slc, o_swa
+
+
+def _compress_backward(
+    tensors: CallTensors,
+    saved: Saved,
+    d_compressed: tuple[Tensor, Tensor],
+    dk: KeyGradient,
+    dv: KeyGradient,
+    options: dict,
+) -> list[Tensor | None]:
+    """Write the parts of dk and dv that come through the compressed keys that were made; gradients of their weights."""
+    of_means, of_weights = [], []
+    with component("compress"):
+        for name, d, grad in zip("kv", d_compressed, (dk, dv)):
+            d_mean = d_weight = None
+            if getattr(tensors, f"{name}_cmp") is None:
+                weight = getattr(tensors, f"compress_{name}_weight")
+                d_mean, d_weight = project_backward(d, getattr(saved, f"{name}_mean"), weight)
+            grad.filled = d_mean is not None
+            of_means.append(d_mean)
+            of_weights.append(d_weight)
+        unpool(*of_means, dk.out, dv.out, **options)
+    return of_weights
+
+
+def _add_selected(
+    tensors: CallTensors,
+    varlen: Varlen | None,
+    saved: Saved,
+    spec: CallSpec,
+    do: Tensor,
+    rows: tuple[Tensor, Tensor],
+    dk: KeyGradient,
+    dv: KeyGradient,
+    start: int,
+) -> None:
+    """Add the selected branch's dk and dv, by the exact pairs of unions.
+
+    Args:
+        rows: row sums and log-sum-exps, of which sequences start at multiples of `start`.
+    """
+    (q, k, v), q_offset = tensors[:3], tensors.q_offset
+    where = dict(spec=spec, varlen=varlen, q_offset=q_offset if spec.causal else None)
+    with component("pairs"):
+        pairs = key_pairs(saved.block_indices, (q.shape[-2], k.shape[-2]), q.shape[-3], k.shape[-3], **where)
+    with component("slc_dkdv"):
+        add = dk.filled or dv.filled
+        for grad in (dk, dv):
+            if add and not grad.filled:
+                grad.out.zero_()
+        into = dict(dk=dk.out, dv=dv.out, add=add, start=start, softmax_scale=spec.softmax_scale)
+        cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)
+        starts = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_offset=q_offset)
+        backward_dkdv(q, k, v, do, *rows, pairs, **into, **starts)
 
 
 def backward_selected(
