@@ -35,9 +35,7 @@ MEANS: dict[str, Callable[[Tensor, NSAConfig], Tensor]] = {
     "tile_queries": lambda x, config: tile_queries(x, config=config, causal=True),
     "reference.compress": lambda x, config: reference.compress(x[0], None, config=config),
     "reference.tile_query": lambda x, config: reference.tile_query(x[0], config=config, causal=True),
-    "row_oracle.compressed": lambda x, config: row_oracle.compressed(
-        x[0, :, 0], None, config=config, dtype=torch.float32
-    ),
+    "row_oracle.compressed": lambda x, config: row_oracle.compressed(x[0, :, 0], config=config, dtype=torch.float32),
 }
 
 

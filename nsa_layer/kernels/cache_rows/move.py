@@ -188,11 +188,10 @@ class MoveRows(_Rows):
         mK, mV, mX, _, _, numbers, cu = tensors
         sequences = numbers.shape[1]
         if const_expr(self.move.to == "nothing"):
-            tiles = Int32(cute.ceil_div(BEHIND, TILE))
+            units = Int32(cute.ceil_div(BEHIND, TILE)) * sequences
         else:
-            tiles = Int32(math.prod(tiles_and_batch(mX, cu, TILE))) // sequences
-        units = tiles * sequences
-        self.kernel(tuple(tensors), (first, count), tiles).launch(
+            units = Int32(math.prod(tiles_and_batch(mX, cu, TILE)))  # packed, no multiple of the sequences
+        self.kernel(tuple(tensors), (first, count), units // sequences).launch(
             grid=[units, 1 if const_expr(mV is None) else 2, 1], block=[THREADS, 1, 1], stream=stream
         )
 

@@ -1,0 +1,93 @@
+"""How the packages are kept readable: no circle of imports, no long function, no deep folder."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "nsa_layer": ROOT / "nsa_layer",
+    "flash_attn.cute": ROOT / "flash_attn" / "cute",
+    "nsa_tools": ROOT / "nsa_tools",
+}
+LONGEST, DEEPEST = 80, 2
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The files of a package by the names of their modules."""
+    folder = PACKAGES[package]
+    files = {file.relative_to(folder).with_suffix(""): file for file in folder.rglob("*.py")}
+    return {".".join([package, *path.parts]).removesuffix(".__init__"): file for path, file in files.items()}
+
+
+def imported_first(file: Path, known: Container[str]) -> Iterator[str]:
+    """Modules among known ones imported when the file is imported, not by a function later or for types alone."""
+    waiting = list(ast.parse(file.read_text(encoding="utf-8")).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            members = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in known else node.module for name in members)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """The modules that import one another in a circle, or nothing."""
+    left = dict(arrows)
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
+        for name in leaves:
+            del left[name]
+    path, name = [], next(iter(left), None)
+    while name is not None and name not in path:
+        path.append(name)
+        name = next(iter(sorted(left[name] & left.keys())))
+    return path[path.index(name) :] if path else []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_modules_import_one_another_in_a_circle(package: str) -> None:
+    known = modules(package)
+    arrows = {name: set(imported_first(file, known)) & known.keys() - {name, package} for name, file in known.items()}
+    assert circle(arrows) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+
+
+def code_lines(function: ast.FunctionDef, lines: list[str]) -> int:
+    """Lines of code below a function's signature and its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    below = lines[body[0].lineno - 1 : function.end_lineno] if body else []
+    return sum(line.strip() != "" and not line.lstrip().startswith("#") for line in below)
+
+
+def is_on_the_device(function: ast.FunctionDef) -> bool:
+    return any("jit" in ast.unparse(mark) or "kernel" in ast.unparse(mark) for mark in function.decorator_list)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_host_function_is_long(package: str) -> None:
+    long = {}
+    for name, file in modules(package).items():
+        source = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and not is_on_the_device(node):
+                count = code_lines(node, source.splitlines())
+                long |= {f"{name}.{node.name}": count} if count > LONGEST else {}
+    assert long == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folder_is_deep(package: str) -> None:
+    depths = {name: len(file.relative_to(PACKAGES[package]).parts) - 1 for name, file in modules(package).items()}
+    assert [name for name, depth in depths.items() if depth > DEEPEST] == []
