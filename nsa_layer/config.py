@@ -204,7 +204,7 @@ class NSAConfig:
         if "compress_size" not in values:
             values.setdefault("q_tile", OLD_TILE)
         values = _renamed(values, warn=False)
-        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        unknown = sorted(name for name in values if name not in FIELDS)
         if unknown:
             raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")
         return cls(**values)
@@ -233,6 +233,7 @@ def _renamed(values: dict[str, object], *, warn: bool = True) -> dict[str, objec
     return values | dict(zip(new, sizes))
 
 
+FIELDS = tuple(f.name for f in fields(NSAConfig))  # Dynamo cannot ask a class for them
 _init = NSAConfig.__init__
 NSAConfig.__init__ = wraps(_init)(lambda self, **values: _init(self, **_renamed(values)))
 

@@ -351,7 +351,7 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         torch.testing.assert_close(again[name], x, **CLOSE)
 
 
-@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_a_model_compiles_whole(own: bool, packed: bool) -> None:
     plain = LlamaConfig(**SIZES, attn_implementation="nsa", nsa=dict(block_size=8))
