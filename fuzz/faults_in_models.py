@@ -44,7 +44,7 @@ def _shape(original: Any) -> Any:
 
 @instead("options set later", f"{MODELS}:NSABranches.forward", "models.settings")
 def _later(original: Callable, module: Any, *args: Any, **more: Any) -> Any:
-    """What is set after a model is made changes nothing, without a word."""
+    """Options that are set after a model is made are ignored without an error."""
     module.fixed = {}
     return original(module, *args, **more)
 

@@ -188,7 +188,7 @@ _compiled = CompiledKernels("bwd_dq")
 
 
 def _fake_arguments(spec: DqSpec) -> list[object]:
-    """What to compile for, up to the lists."""
+    """Fake arguments of the kernel that come before the block lists, to compile for."""
     call = FakeCall.of(spec.dtype, spec.head_dim, spec.packed)
     rows = cute.sym_int()
     sums = [call.of_rows(rows) for _ in range(2)]

@@ -47,7 +47,7 @@ class DqSpec:
         q: torch.Tensor, k: torch.Tensor, lists: BlockSparseTensorsTorch, normalized: Any, edges: tuple, starts: tuple,
         q_offset: Optional[torch.Tensor], *, short_rows: bool = False, **options: Any,
     ) -> "DqSpec":  # fmt: skip
-        """Of a call. starts: cu_seqlens. short_rows: unions of few tokens are short without it."""
+        """The spec of a call. starts: cu_seqlens of queries and keys. short_rows: its lists have few entries a row."""
         words, group = lists.mask_block_bits.shape[-1] if has_bits(lists) else 0, q.shape[-2] // k.shape[-2]
         heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
         return DqSpec(

@@ -84,7 +84,7 @@ _compiled = CompiledKernels("fwd_unions")
 
 
 def _fake_arguments(spec: DqSpec) -> list[object]:
-    """What to compile for, up to the lists."""
+    """Fake arguments of the kernel that come before the block lists, to compile for."""
     call = FakeCall.of(spec.dtype, spec.head_dim, spec.packed)
     tokens, lse = call.tokens(call.q, call.k, call.k, call.q), call.of_rows(call.q[-3])
     ends = (Int32(0) if given else None for given in spec.edges)

@@ -146,7 +146,7 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """Of padded rows, mask and full entries together."""
+        """Entries that a padded row has capacity for, mask and full ones together."""
         return self.capacity // max(self.heads * self.N, 1)
 
     def total(self) -> torch.Tensor:
