@@ -93,6 +93,11 @@ class Edge(Pasteable):
     heads: int = 8
     num_sms: int = 132
 
+    @property
+    def keys_seen(self) -> int:
+        """Keys that the last query sees, were there no end of the keys."""
+        return max((self.seqlen_q - 1 - self.offset) // self.factor + 1, 0)
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Window(Pasteable):

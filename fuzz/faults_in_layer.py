@@ -1,17 +1,113 @@
-"""Faults in the operator: what chooses, what masks, what is summed, and what is checked before."""
+"""Faults in the operator, its options, ranks, caches and commands: selection, masks, sums, checks that are not made."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from copy import copy, deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fuzz.mutations import fault, instead, wrong_result
+from fuzz.mutations import Change, always, fault, faults, given, instead, result
+
+IS_ITS, WRONG, STEPS = "layer.is its", "caches.wrong", "caches.steps"
+SAME_ON_RANKS = "nsa_layer.context_parallel.checks:check_same_on_all_ranks"
 
 
-@instead("leaking selection", "nsa_layer.choose:block_roles", "layer.causality", "layer.choice")
+def without(words: str) -> Change:
+    """Leave out the errors whose message has these words."""
+
+    def wrong(original: Callable, *args: Any, **more: Any) -> Any:
+        try:
+            return original(*args, **more)
+        except ValueError as error:
+            if words not in str(error):
+                raise
+
+    return instead(wrong)
+
+
+faults(
+    ("one first block", "nsa_layer.choose:block_roles", IS_ITS,
+     "One first block is forced where there should be several.",
+     given(config=lambda c: c.replace(init_blocks=min(1, c.init_blocks)) if c.local_blocks else c)),
+    ("one local block too many", "nsa_layer.choose:block_roles", IS_ITS, "The block before the local ones is forced.",
+     given(config=lambda c: c.replace(local_blocks=c.local_blocks + (c.local_blocks > 0)))),
+    ("own block never chosen", "nsa_layer.choose:block_roles", IS_ITS,
+     "A token's own block is left out until it is complete, where no block is forced.",
+     result(lambda roles: (*roles[:2], roles[1]))),
+    ("leaking query", "nsa_layer.choose:tile_queries", ("layer.causality", "layer.choice"),
+     "The mean of a tile's own queries, later ones included, is its query.", given(causal=False)),
+    ("forced blocks not counted", "nsa_layer.choose:_list_blocks", IS_ITS, "The block before a tile is not forced.",
+     given(forced=lambda x: x & ((x.int().cumsum(-1) != 2) | (x.sum(-1, keepdim=True) <= 2)))),
+    ("ties to the later block", "nsa_layer.choose:_tie_broken", "layer.choice",
+     "Among equal scores the later block is chosen.",
+     instead(lambda original, scores, eligible: original(scores.flip(-1), eligible.flip(-1)).flip(-1))),
+    ("int64 wraps", "nsa_layer.checks:lists_in_int32", "layer.lists of", "Numbers beyond int32 become others.",
+     instead(lambda original, lists: lists.int() if isinstance(lists, torch.Tensor) else lists)),
+    ("padding is the last block", "nsa_layer.choose:sorted_lists", "layer.lists of",
+     "A number behind the sequence's blocks stands for the last one.",
+     instead(lambda original, index, N, end=None: original(index.clamp(max=N - 1), N, end))),
+    ("overlap counted once", "nsa_layer.choose:_in_blocks", IS_ITS,
+     "A compressed key counts only for the block in which it starts.",
+     given(config=lambda config: config.replace(compress_size=config.stride)), dict(seconds=120.0)),
+    ("token sees on", "nsa_layer.token_attention:_Items.__init__", ("layer.causality", IS_ITS),
+     "A token sees the token after it where its own block is listed.", given(limit=lambda limit: limit + 1)),
+    ("pair lost", "nsa_layer.token_attention:_Items.total", IS_ITS, "The last block of a token's list is not summed.",
+     instead(lambda _, own, x: x.flatten(0, 1)[own.place.view(own.shape)[..., :-1]].sum(2))),
+    ("compressed key too early", "nsa_layer.eager:_compressed_plan", "layer",
+     "A compressed block is visible one token before its last one is reached.",
+     given(spec=lambda s: replace(s, config=s.config.replace(compress_offset=s.config.offset - 1)))),
+    ("window of the first queries", "nsa_layer.eager:_window_plan", "layer.stretches",
+     "Queries that begin inside their sequence have the window that its first ones have.", given(first=0)),
+    ("log-sum-exp to base 2", "nsa_layer.eager:_unfold", "layer", "The log-sum-exp comes out in powers of two.",
+     instead(lambda original, x, T: original(x, T) / (math.log(2) if x.ndim == 4 else 1.0))),
+    ("zero taken", "nsa_layer.config:require_int", "options", "Sizes of 0 pass.",
+     instead(lambda original, name, value, *, least=None: original(name, value, least=least and least - 1))),
+    ("packings not compared", SAME_ON_RANKS, "ranks", "Ranks compare only the shapes of cu_seqlens.",
+     instead(lambda original, cp, checks, cu_seqlens=None, **more: original(cp, checks, starts=cu_seqlens, **more))),
+    ("classes not compared", SAME_ON_RANKS, "ranks", "Modes are compared, and not the classes of tensors.",
+     instead(lambda original, cp, checks, **more: original(
+         cp, checks, **{n: x.as_subclass(torch.Tensor) if n == "q" else x for n, x in more.items()}))),
+    ("tiles not compared", SAME_ON_RANKS, "ranks", "Ranks may have lists of tiles of other sizes.",
+     given(ragged=("block_indices",))),
+    ("parts not compared", SAME_ON_RANKS, "ranks", "Parts of other shapes are put together.",
+     instead(lambda original, *args, **more: None if "dim" in more else original(*args, **more))),
+    ("page twice", "nsa_layer.cached_call:refuse_shared", WRONG, "A sequence may have a page twice.", without("twice")),
+    ("shared page written", "nsa_layer.cached_call:refuse_shared", WRONG,
+     "A sequence may write where another one has tokens.", without("another has tokens")),
+    ("expanded cache written", "nsa_layer.cached_call:refuse_aliases", WRONG,
+     "Caches that are written to may be expanded, or overlap.", always(None)),
+    ("caches overlap", "nsa_layer.cached_call:_meet", WRONG, "Keys and values may be written to one cache.",
+     always(False)),
+    ("expanded output", "nsa_layer.cached_call:_refuse_overlap", WRONG,
+     "An expanded output fails when it is written, after the caches are.",
+     instead(lambda original, name, x: None if name == "out" else original(name, x))),
+    ("validate not passed on", "nsa_layer.caches.nsa_cache:NSACache.attend", STEPS,
+     "`NSACache.attend` has the option and checks nothing.",
+     instead(lambda original, *args, validate=False, **more: original(*args, **more))),
+    ("cache of inference mode", "nsa_layer.caches.nsa_cache:NSACache.__init__", STEPS,
+     "A cache that is made under inference mode cannot be written to outside of it.",
+     lambda original: original.__wrapped__),
+    ("graph cut", "nsa_layer.caches.operator:refuse_gradients", "caches.no gradient",
+     "Cached tokens cut the graph without an error.", instead(lambda original, call, o, lses: (o, lses))),
+    ("blocks of any length", "nsa_layer.config:NSAConfig.__post_init__", "options.good",
+     "Blocks may be as long as positions go.", without("tokens, got")),
+    ("no dictionary taken", "nsa_layer.config:NSAConfig.from_dict", "dictionaries",
+     "`from_dict` reads what is no dictionary as one without fields.",
+     given(values=lambda values: values if isinstance(values, dict) and 1 not in values else {})),
+    ("option not read", "nsa_tools.commands.options:CommandParser.refuse_unread", "commands",
+     "Options that the command does not read pass.", always(None)),
+    ("file tried at the end", "nsa_tools.commands.options:output_file", "commands",
+     "A chart's file is first opened once it is measured.", lambda original: Path),
+)  # fmt: skip
+
+
+@fault("leaking selection", "nsa_layer.choose:block_roles", "layer.causality", "layer.choice")
+@instead
 def _leaking(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
     """Blocks that are complete at the end of a tile, not at its start, are candidates."""
     forced, complete, candidate = original(tiles, T, config=config, causal=causal)
@@ -22,57 +118,17 @@ def _leaking(original: Callable, tiles: Any, T: int, *, config: Any, causal: boo
     return forced, complete, candidate
 
 
-@instead("one first block", "nsa_layer.choose:block_roles", "layer.is its")
-def _first_blocks(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
-    """One first block is forced where there should be several."""
-    fewer = config.replace(init_blocks=min(1, config.init_blocks)) if config.local_blocks else config
-    return original(tiles, T, config=fewer, causal=causal)
-
-
-@instead("one local block too many", "nsa_layer.choose:block_roles", "layer.is its")
-def _local_blocks(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
-    """The block before the local ones is forced too."""
-    more = config.replace(local_blocks=config.local_blocks + 1) if config.local_blocks else config
-    return original(tiles, T, config=more, causal=causal)
-
-
-@wrong_result("own block never chosen", "nsa_layer.choose:block_roles", "layer.is its")
-def _own_block(roles: Any) -> Any:
-    """A token's own block is left out until it is complete, where no block is forced."""
-    forced, complete, _ = roles
-    return forced, complete, complete
-
-
-@instead("first blocks first", "nsa_layer.choose:block_roles", "layer.is its")
+@fault("first blocks first", "nsa_layer.choose:block_roles", IS_ITS)
+@instead
 def _first_first(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
     """A list too short for the forced blocks has the first of them, not the tile's own."""
-    roomy = config.replace(block_counts=T + config.init_blocks + config.local_blocks + config.q_tile)
-    forced, *rest = original(tiles, T, config=roomy, causal=causal)
+    wide = config.replace(block_counts=T + config.init_blocks + config.local_blocks + config.q_tile)
+    forced, *rest = original(tiles, T, config=wide, causal=causal)
     return forced & (forced.cumsum(1) <= config.block_counts), *rest
 
 
-@fault("leaking query", "nsa_layer.choose:tile_queries", "layer.causality", "layer.choice")
-def _query(original: Callable) -> Callable:
-    """A tile's own queries ask for it, later ones included, where the ones before should."""
-    return lambda q, *, config, causal: original(q, config=config, causal=False)
-
-
-@instead("ties to the later block", "nsa_layer.choose:_tie_broken", "layer.choice")
-def _ties(original: Callable, scores: Any, eligible: Any) -> Any:
-    """Among equal scores the later block is taken."""
-    return original(scores.flip(-1), eligible.flip(-1)).flip(-1)
-
-
-@instead("forced blocks not counted", "nsa_layer.choose:_list_blocks", "layer.is its")
-def _forced(original: Callable, scores: Any, forced: Any, candidate: Any, n: int, *, config: Any) -> Any:
-    """The block before a tile is no longer forced."""
-    forced = forced.clone()
-    own = forced.int().cumsum(-1)
-    forced &= ~((own == 2) & (forced.sum(-1, keepdim=True) > 2))
-    return original(scores, forced, candidate, n, config=config)
-
-
-@instead("shares of two", "nsa_layer.eager:gated", "layer.is its")
+@fault("shares of two", "nsa_layer.eager:gated", IS_ITS)
+@instead
 def _shares(original: Callable, tensors: Any, outputs: Any) -> Any:
     """Without a window the other branches count 1/2 each, not 1/3."""
     if len(outputs) == 2 and tensors.gate == "none":
@@ -80,39 +136,8 @@ def _shares(original: Callable, tensors: Any, outputs: Any) -> Any:
     return original(tensors, outputs)
 
 
-@fault("int64 wraps", "nsa_layer.checks:lists_in_int32", "layer.lists of")
-def _wraps(original: Callable) -> Callable:
-    """Numbers beyond int32 become others."""
-    return lambda lists: lists.int() if isinstance(lists, torch.Tensor) else lists
-
-
-@fault("padding is the last block", "nsa_layer.choose:sorted_lists", "layer.lists of")
-def _padded(original: Callable) -> Callable:
-    """A number behind the sequence's blocks stands for the last one."""
-    return lambda index, N, end=None: original(index.clamp(max=N - 1), N, end)
-
-
-@instead("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its", seconds=120.0)
-def _overlap(original: Callable, p: Any, T: int, config: Any) -> Any:
-    """A compressed key counts only for the block in which it starts."""
-    return original(p, T, config.replace(compress_size=config.stride))
-
-
-@instead("pair lost", "nsa_layer.token_attention:_Items.total", "layer.is its")
-def _pair(original: Callable, items: Any, x: Any) -> Any:
-    """The last block of a token's list is not summed."""
-    rows = x.flatten(0, 1)
-    listed = rows[items.place.view(items.shape)[..., :-1]]
-    return listed.sum(2)
-
-
-@fault("token sees on", "nsa_layer.token_attention:_Items.__init__", "layer.causality", "layer.is its")
-def _sees_on(original: Callable) -> Callable:
-    """A token sees the token after it where its own block is listed."""
-    return lambda items, choice, limit, N, static: original(items, choice, limit + 1, N, static)
-
-
-@instead("missing tail mask", "nsa_layer.eager:attend_lists", "layer.is its")
+@fault("missing tail mask", "nsa_layer.eager:attend_lists", IS_ITS)
+@instead
 def _tail(original: Callable, q: Any, k: Any, v: Any, choice: Any, limit: Any, **static: Any) -> Any:
     """In calls that are not causal the zeros behind the last key of a block are keys as well."""
     S = k.shape[2]
@@ -121,20 +146,8 @@ def _tail(original: Callable, q: Any, k: Any, v: Any, choice: Any, limit: Any, *
     return original(q, k, v, choice, limit, **static)
 
 
-@instead("compressed key too early", "nsa_layer.eager:_compressed_plan", "layer")
-def _early(original: Callable, q: Any, Tc: int, heads: int, spec: Any, first: int) -> Any:
-    """A compressed block is visible one token before its last one is reached."""
-    config = spec.config.replace(compress_offset=spec.config.offset - 1)
-    return original(q, Tc, heads, replace(spec, config=config), first)
-
-
-@fault("window of the first queries", "nsa_layer.eager:_window_plan", "layer.stretches")
-def _of_first(original: Callable) -> Callable:
-    """Queries that begin inside their sequence have the window that its first ones have."""
-    return lambda q, S, heads, spec, first: original(q, S, heads, spec, 0)
-
-
-@wrong_result("half a gradient", "nsa_layer.chunk_attention:ChunkAttention.gradients", "layer.is its")
+@fault("half a gradient", "nsa_layer.chunk_attention:ChunkAttention.gradients", IS_ITS)
+@result
 def _half(grads: Any) -> Any:
     """The gradient of the keys lacks its last one."""
     dk = grads[1].clone()
@@ -142,39 +155,8 @@ def _half(grads: Any) -> Any:
     return grads[0], dk, *grads[2:]
 
 
-@fault("log-sum-exp to base 2", "nsa_layer.eager:_unfold", "layer")
-def _base(original: Callable) -> Callable:
-    """The log-sum-exp comes out in powers of two."""
-    return lambda x, T: original(x, T) * (1.4426950408889634 if x.ndim == 4 else 1.0)
-
-
-@fault("zero taken", "nsa_layer.config:require_int", "options")
-def _zero(original: Callable) -> Callable:
-    """Sizes of 0 pass."""
-    return lambda name, value, *, least=None: original(name, value, least=None if least is None else least - 1)
-
-
-@instead("packings not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
-def _packings(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
-    """Ranks compare only the shapes of cu_seqlens."""
-    more = {"starts" if name == "cu_seqlens" else name: value for name, value in more.items()}
-    original(cp, checks, **more)
-
-
-@fault("tiles not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
-def _tiles(original: Callable) -> Callable:
-    """Ranks may have lists of tiles of other sizes."""
-    return lambda cp, checks, **more: original(cp, checks, **(more | {"ragged": ("block_indices",)}))
-
-
-@instead("classes not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
-def _classes(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
-    """Modes are compared, and not the classes of tensors."""
-    plain = {name: x.as_subclass(torch.Tensor) for name, x in more.items() if name == "q"}
-    original(cp, checks, **(more | plain))
-
-
-@instead("options refused alone", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
+@fault("options refused alone", SAME_ON_RANKS, "ranks")
+@instead
 def _alone(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     """A rank raises what is wrong with its options before the others can hear of it."""
     for check in checks[:-1]:
@@ -182,7 +164,19 @@ def _alone(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     original(cp, checks, **more)
 
 
-@fault("parts not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
-def _parts(original: Callable) -> Callable:
-    """Parts of other shapes are put together."""
-    return lambda cp, checks, *, x, **more: None if "dim" in more else original(cp, checks, x=x, **more)
+@fault("no copy on write", "nsa_layer.caches.nsa_cache:_Pages.reserve", STEPS)
+@instead
+def _copy(original: Callable, pages: Any, spans: Any) -> None:
+    """A page that several sequences have is written to by each."""
+    users, pages.users = pages.users, [min(n, 1) for n in pages.users]
+    original(pages, spans)
+    pages.users = [max(before, now) for before, now in zip(users, pages.users)]
+
+
+@fault("copy of inference mode", "nsa_layer.caches.nsa_cache:LastingTensors.__deepcopy__", STEPS)
+@instead
+def _copied(original: Callable, cache: Any, memo: dict) -> Any:
+    """A copy that is made under inference mode cannot be written to outside of it."""
+    copied = copy(cache)
+    copied.__dict__.update(deepcopy(cache.__dict__, memo))
+    return copied

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -66,36 +67,47 @@ def fault(name: str, target: str, *properties: str, **options: Any) -> Callable[
     return register
 
 
-def instead(name: str, target: str, *properties: str, **options: Any) -> Callable[[Callable], Callable]:
-    """Register a function that is called instead of another one, which is its first argument."""
+def faults(*rows: tuple[Any, ...]) -> None:
+    """Register rows of name, target, property or properties, description, change and, if there are any, options."""
+    for name, target, properties, what, change, *options in rows:
+        names = (properties,) if isinstance(properties, str) else properties
+        MUTATIONS[name] = Mutation(name, what, target, change, names, **dict(*options))
 
-    def register(wrong: Callable) -> Callable:
-        @wraps(wrong)
-        def of_function(original: Callable) -> Callable:
-            return lambda *args, **more: wrong(original, *args, **more)
 
-        fault(name, target, *properties, **options)(of_function)
+def instead(wrong: Callable) -> Change:
+    """Call a function instead of the original, which is its first argument."""
+    return wraps(wrong)(lambda original: lambda *args, **more: wrong(original, *args, **more))
+
+
+def result(change: Callable) -> Change:
+    """Change the result."""
+    return wraps(change)(lambda original: lambda *args, **more: change(original(*args, **more)))
+
+
+def given(**changes: Any) -> Change:
+    """Change arguments, by functions of their values or to other values."""
+
+    def of_function(original: Callable) -> Callable:
+        takes = signature(original)
+
+        def wrong(*args: Any, **more: Any) -> Any:
+            bound = takes.bind(*args, **more)
+            for name, change in changes.items():
+                bound.arguments[name] = change(bound.arguments[name]) if callable(change) else change
+            return original(*bound.args, **bound.kwargs)
+
         return wrong
 
-    return register
+    return of_function
 
 
-def wrong_result(name: str, target: str, *properties: str, **options: Any) -> Callable[[Callable], Callable]:
-    """Register a change of what a function returns."""
-
-    def register(change: Callable) -> Callable:
-        @wraps(change)
-        def of_function(original: Callable) -> Callable:
-            return lambda *args, **more: change(original(*args, **more))
-
-        fault(name, target, *properties, **options)(of_function)
-        return change
-
-    return register
+def always(value: Any) -> Change:
+    """Return a value, and do nothing."""
+    return lambda original: lambda *args, **more: value
 
 
 def all_mutations() -> dict[str, Mutation]:
-    names = ("lists", "layer", "kernels", "caches", "models")
+    names = ("lists", "layer", "kernels", "models")
     for module in (f"fuzz.faults_in_{name}" for name in names):
         import_module(module)
     return MUTATIONS

@@ -133,7 +133,7 @@ def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
 
 BY_ROOM = [kind for kind in KINDS if passes_by_room(kind)]
-AUTOGRAD = {"autograd", "no autograd"}
+AUTOGRAD = {"autograd", "not autograd"}
 OF_KINDS = [
     *((kind, {"two passes", "one pass"} | AUTOGRAD, set()) for kind in BY_ROOM),
     *(  # semaphore values are ignored, through autograd too
