@@ -60,25 +60,26 @@ def assert_close_to_reference(
     return got
 
 
-def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
+def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor, *, exact: bool = False) -> None:
     """A choice of blocks is well formed, and the reference's own but for blocks within rounding of the n-th best.
 
-    Scores are fp64; "within rounding" is that of the accumulation dtype of the case.
+    Scores are fp64; "within rounding" is that of the accumulation dtype of the case. exact: no other block at all.
     """
-    case, exact = inputs.case, inputs.to(torch.float64)
+    case, double = inputs.case, inputs.to(torch.float64)
     config, packed = case.config, case.lengths is not None
     width = config.list_width(max(case.lengths) if packed else case.T)
     assert block_indices.dtype == torch.int32 and block_indices.shape[-1] == width, (
         f"block_indices must be int32 with {width} entries a list, got {block_indices.dtype} "
         f"{tuple(block_indices.shape)}\n{case!r}"
     )
-    given_keys = exact.compressed_keys()
-    for number, (q, k, tiles) in enumerate(exact.sequences()):
+    given_keys = double.compressed_keys()
+    for number, (q, k, tiles) in enumerate(double.sequences()):
         if len(q) == 0:
             continue
         k_cmp = given_keys[number]
+        rounds_keys = config.by_token and k_cmp is None
         if k_cmp is None:
-            k_cmp = reference.compress(k, exact.compress_k_weight, config=config)
+            k_cmp = reference.compress(k, double.compress_k_weight, config=config)
         if config.by_token:
             k_cmp = k_cmp.to(case.dtype).to(k.dtype)
         scale = case.spec.softmax_scale
@@ -90,9 +91,11 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
         asking = q if config.by_token else reference.tile_query(q, config=config, causal=case.causal)
         eps = torch.finfo(accumulation_dtype(case.dtype)).eps
         error = rounding_of_scores(asking, k_cmp, scale, eps)
-        if config.by_token:
+        if rounds_keys:
             error += rounding_of_keys(asking, k_cmp, scale, case.dtype)
-        if config.rule == "seed":
+        if exact:
+            allowed = torch.full_like(scores.values, -1)  # which not even a tie is within
+        elif config.rule == "seed":
             allowed = torch.full_like(scores.values, 2 * error)
         else:  # it moves by a part of itself: by its logits' errors, and rounding of its own
             allowed = (2 * error + 8 * eps) * scores.values + torch.finfo(torch.float32).tiny

@@ -226,8 +226,9 @@ def recorded_grids() -> Iterator[list[tuple[int | None, ...]]]:
 
 
 def _load(path: str) -> Any:
-    name = Path(path).stem
+    name, folder = Path(path).stem, str(Path(path).parent)
     if name not in sys.modules:
+        sys.path += [folder] * (folder not in sys.path)  # for what stands beside the test
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -1,0 +1,369 @@
+"""The kernels that select blocks, by token and by query tile, choose what the definition in fp64 does."""
+
+# What runs in a worker is imported there, so nothing up here may ask for the kernels.
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+import torch
+from fa_compile import Worker, shared_worker
+from kernel_cases import faked, starts
+
+from nsa_layer import NSAConfig, reference
+from nsa_layer.compress import mean_pool
+from nsa_tools.testing.assertions import assert_same_choice
+from nsa_tools.testing.cases import Case, Inputs, make_inputs
+
+Tensor = torch.Tensor
+Stretch = Sequence[tuple[int, int]]  # (first, end) of some queries of each sequence
+
+
+def changed(case: Case, **changes: object) -> Case:
+    """The case with other fields, its own or its configuration's; G: query heads of a key/value head."""
+    own = {f.name: changes.pop(f.name) for f in fields(Case) if f.name in changes}
+    G = changes.pop("G", case.Hq // case.Hkv)
+    case = replace(case, **own, config=case.config.replace(**changes))
+    return replace(case, Hq=G * case.Hkv)
+
+
+TILES = Case(
+    B=2, T=1024, Hq=8, D=64, dtype=torch.bfloat16, gate="none",
+    config=NSAConfig(block_size=8, block_counts=5, q_tile=16, window_size=8),
+)  # fmt: skip
+TOKENS = changed(TILES, T=1000, block_counts=7, q_tile=1, own_keys=("k_cmp",))
+OVERLAPPING = dict(compress_size=16, compress_stride=4)
+PAPER = dict(T=1000, D=128, block_size=64, block_counts=16, compress_size=32, compress_stride=16)
+UNFORCED = dict(init_blocks=0, local_blocks=0)
+BOTH = {
+    "default": {},
+    "128": dict(B=1, D=128, dtype=torch.float16),
+    "not causal": dict(causal=False),
+    "not causal, unforced": dict(causal=False, **UNFORCED),
+    "unforced": UNFORCED,
+    "first and local": dict(init_blocks=3, local_blocks=4, block_counts=12),
+    "first alone": dict(init_blocks=3, local_blocks=0),
+    "local alone": dict(init_blocks=0, local_blocks=3),
+    "too many forced": dict(init_blocks=5, local_blocks=5),
+    "first behind, not causal": dict(causal=False, init_blocks=4, local_blocks=1),
+    "too many, not causal": dict(causal=False, init_blocks=5, local_blocks=2, block_counts=4),
+    "33 blocks": dict(block_counts=33),
+    "64 blocks": dict(block_counts=64, G=1, T=4096),
+    "packed": dict(lengths=(1024, 0, 1, 16, 0, 688, *(16 * i for i in range(40)), 2304)),
+    "packed, unforced": dict(lengths=(1024, 0, 1, 16, 0, 688, 2304), **UNFORCED),
+    "packed, not causal": dict(lengths=(512, 16, 2048), causal=False),
+}
+BY_TILE = {
+    "one step": dict(T=300),
+    "wide tiles, unforced": dict(q_tile=64, block_counts=16, **UNFORCED),
+    "stride": dict(compress_stride=2),
+    "small tiles": dict(q_tile=4),
+    "wide tiles": dict(q_tile=64, block_counts=16),
+    "one block": dict(block_counts=1),
+    "packed, stride, three heads": dict(compress_stride=4, G=3, lengths=(0, 528, 32, 1040, 0)),
+    "long": dict(T=20480, B=1, D=128),
+    **{f"{G} heads": dict(G=G) for G in (1, 2, 3, 8)},
+    "32 heads": dict(G=32, Hkv=1),
+}
+BY_TOKEN = {
+    "blocks of 64": dict(B=1, T=8193, D=128, block_size=64, block_counts=16),
+    "paper": dict(PAPER, B=1, T=4096, G=16),
+    "paper, two heads": dict(PAPER, D=64, G=2),
+    "paper, not causal": dict(PAPER, B=1, T=2000, causal=False),
+    "paper, unforced": dict(PAPER, B=1, T=4000, G=16, **UNFORCED),
+    "paper, InfLLM's": dict(PAPER, B=1, T=9000, G=16, local_blocks=8),
+    "blocks of two keys": dict(compress_size=4, compress_stride=4),
+    "blocks of three keys": dict(block_size=12, compress_size=12, compress_stride=4),
+    "keys of two blocks": dict(B=1, compress_size=16, compress_stride=8),
+    "early keys": dict(compress_offset=0),
+    "late keys": dict(B=1, compress_offset=40),
+    "overlapping, unforced": dict(**OVERLAPPING, **UNFORCED),
+    "overlapping, first alone": dict(**OVERLAPPING, init_blocks=3, local_blocks=0),
+    "forced only": dict(block_counts=2),
+    "one candidate": dict(block_counts=4),
+    "64 blocks, two heads": dict(block_counts=64, G=2),
+    "packed, overlapping, three heads": dict(lengths=(0, 528, 32, 1040, 0, 7), G=3, **OVERLAPPING),
+    **{f"{G} heads": dict(B=1, T=600, G=G) for G in (1, 2, 3, 5, 6, 7, 8, 12, 16, 32, 40, 64, 128)},
+}
+VARIANTS = {f"tile: {name}": changed(TILES, **changes) for name, changes in (BOTH | BY_TILE).items()}
+VARIANTS |= {f"token: {name}": changed(TOKENS, **changes) for name, changes in (BOTH | BY_TOKEN).items()}
+
+STRETCHES = {  # of variants
+    "token: paper, two heads": [[(0, 417), (0, 417)], [(583, 1000), (311, 728)], [(999, 1000), (64, 65)]],
+    "token: packed, overlapping, three heads": [
+        [(0, 0), (0, 528), (0, 31), (0, 500), (0, 0), (0, 7)],
+        [(0, 0), (5, 300), (31, 32), (500, 1039), (0, 0), (7, 7)],
+    ],
+    "token: paper, not causal": [[(0, 1000)], [(1000, 1999)], [(1999, 2000)]],
+    "token: packed, not causal": [[(100, 512), (15, 16), (0, 2047)], [(0, 100), (0, 0), (2047, 2048)]],
+    "token: keys of two blocks": [[(200, 300)]],
+    "token: late keys": [[(7, 1000)]],
+    "token: unforced": [[(130, 500), (0, 370)]],
+    "token: first and local": [[(3, 700), (303, 1000)], [(999, 1000), (0, 1)]],
+}
+
+
+def lengths_of(case: Case) -> tuple[int, ...]:
+    return case.lengths or (case.T,) * case.B
+
+
+def log_sum_exps(inputs: Inputs) -> Tensor:
+    """Those of the compressed branch, from fp64."""
+    case, exact, found = inputs.case, inputs.to(torch.float64), []
+    for (q, _, _), k_cmp in zip(exact.sequences(), exact.compressed_keys()):
+        static = dict(config=case.config, causal=case.causal, device=q.device)
+        visible = reference.compressed_mask(len(q), len(k_cmp), **static)
+        found.append(reference.attention(q, k_cmp, k_cmp, visible, softmax_scale=case.spec.softmax_scale)[1].float())
+    return torch.cat(found, dim=1) if case.lengths else torch.stack(found)
+
+
+def means(inputs: Inputs) -> Tensor:
+    """fp32 [B, Tc, Hkv, D], packed [all, Hkv, D]: the means that tiles choose by."""
+    lengths, config = inputs.case.lengths, inputs.case.config
+    if lengths is None:
+        return mean_pool(inputs.k, config=config)
+    return torch.cat([mean_pool(k[None], config=config)[0] for k in inputs.k.split(lengths)])
+
+
+def selected(inputs: Inputs, lse: Tensor | None = None, stretch: Stretch | None = None) -> Tensor:
+    """Lists by the kernels, [B, M, Hkv, n] or packed [all tiles, Hkv, n]; of a stretch of queries with all keys.
+
+    lse: of the compressed branch, for choices by token.
+    """
+    from nsa_layer.kernels.select_by_tile.kernel import block_topk
+    from nsa_layer.kernels.select_by_token.kernel import token_topk
+
+    case, q, where = inputs.case, inputs.q, {}
+    lengths, device, packed = lengths_of(case), q.device, case.lengths is not None
+    static = dict(config=case.config, causal=case.causal, softmax_scale=case.spec.softmax_scale)
+    if packed:
+        counts = list(map(case.config.compressed_length, lengths))
+        where = dict(cu_seqlens=inputs.cu_seqlens, cu_blocks=starts(counts, device), lengths=lengths)
+    if not case.config.by_token:
+        lists, counts = block_topk(q, means(inputs) if inputs.k_cmp is None else inputs.k_cmp, **static, **where)
+        expected = (lists >= 0).sum(-1).int()
+        assert counts.shape == expected.shape and (type(lists) is not Tensor or counts.equal(expected)), repr(case)
+        return lists.transpose(-3, -2)
+    if stretch is not None:
+        sizes = tuple(end - first for first, end in stretch)
+        q, lse = (
+            (torch.cat(parts, dim) if packed else torch.stack(parts))
+            for x, dim in ((q, 0), (lse, 1))
+            for parts in [[
+                own.narrow(dim, first, end - first)
+                for own, (first, end) in zip(x.split(lengths, dim) if packed else x, stretch)
+            ]]
+        )  # fmt: skip
+        if packed:
+            where |= dict(cu_seqlens=starts(sizes, device), lengths=sizes, cu_seqlens_k=inputs.cu_seqlens)
+        where |= dict(q_offset=torch.tensor([first for first, _ in stretch]).int().to(device))
+        where |= dict(max_seqlen_k=max(lengths))
+    return token_topk(q, inputs.k_cmp, lse, **static, **where)
+
+
+def made(case: Case) -> tuple[Inputs, Tensor | None]:
+    """Inputs on a GPU, and the log-sum-exps for choices by token."""
+    inputs = make_inputs(case, "cuda")
+    return inputs, log_sum_exps(inputs) if case.config.by_token else None
+
+
+def assert_right(inputs: Inputs, *, exact: bool = False) -> None:
+    """The definition's lists, and the same ones twice."""
+    lse = log_sum_exps(inputs) if inputs.case.config.by_token else None
+    lists = selected(inputs, lse)
+    assert_same_choice(inputs, lists, exact=exact)
+    assert selected(inputs, lse).equal(lists), f"other bits: {inputs.case!r}"
+
+
+def traced(name: str) -> tuple[int, ...]:
+    """In a worker, for its architecture: the shape that comes back."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    case = VARIANTS[name]
+    with unset_fake_temporarily():
+        inputs = make_inputs(case)
+        inputs = inputs if case.config.by_token else replace(inputs, k_cmp=means(inputs))
+    inputs = faked(inputs)
+    lse = torch.empty(*inputs.q.shape[:-3], case.Hq, inputs.q.shape[-3], device="cuda")
+    return tuple(selected(inputs, lse, STRETCHES[name][0] if name in STRETCHES else None).shape)
+
+
+FORCED = ["unforced", "first alone", "local alone", "too many, not causal"]
+TRACED = [f"tile: {name}" for name in ("default", "64 blocks", "packed, stride, three heads", *FORCED)]
+TRACED += [f"token: {name}" for name in ("default", "paper", "not causal", "40 heads", *FORCED)]
+TRACED += ["token: paper, two heads", "token: packed, overlapping, three heads"]
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_kernels_are_traced(name: str, compiler: Worker) -> None:
+    case = VARIANTS[name]
+    lengths = lengths_of(case)
+    if name in STRETCHES:
+        lengths = [end - first for first, end in STRETCHES[name][0]]
+    tiles = list(map(case.config.num_tiles, lengths))
+    lead = (sum(tiles),) if case.lengths else (case.B, tiles[0])
+    assert compiler.trace(traced, name) == (*lead, case.Hkv, case.config.list_width(max(lengths_of(case))))
+
+
+def stack_and_order(name: str) -> tuple[list[int], bool]:
+    """Stack frames of a variant's kernel, and whether its products wait for one another; in a worker."""
+    from fa_cubin import cubins, frames, serialized
+
+    [code] = cubins(lambda: traced(name))
+    return frames(code), serialized(code)
+
+
+@pytest.mark.xdist_group("sm_90")
+def test_registers_suffice() -> None:
+    """For two warpgroups of 176 and 80 in each of two CTAs."""
+    assert shared_worker("sm_90").run(stack_and_order, "token: blocks of 64") == ([0], False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_exact_scores(name: str) -> None:
+    """Small integers: scores are exact, and one head ranks by them; there are many ties."""
+    for seed in range(2):
+        case = replace(VARIANTS[name], integers=True, seed=seed)
+        case = case if case.config.by_token else replace(case, Hq=case.Hkv)
+        assert_right(make_inputs(case, "cuda"), exact=case.Hq == case.Hkv)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_real_scores(name: str) -> None:
+    """Heads of a group with softmaxes alike, very different ones, and sharp ones."""
+    inputs = make_inputs(VARIANTS[name], "cuda")
+    spread = 1 + torch.arange(inputs.case.Hq, device=inputs.q.device)[:, None].to(inputs.q.dtype) % 32
+    for factor in (1, spread, 24):
+        assert_right(replace(inputs, q=inputs.q * factor))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("kind", [TILES, TOKENS], ids=["tile", "token"])
+@pytest.mark.parametrize("G", [1, 4, 16])
+@pytest.mark.parametrize("D, dtype", [(64, torch.float16), (128, torch.bfloat16)])
+def test_lengths(kind: Case, G: int, D: int, dtype: torch.dtype) -> None:
+    configs = [{}] if kind is TILES else [dict(block_size=64, block_counts=16), PAPER]
+    lengths = (1, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 1023, 1025, 2049, 4096, 8193)
+    for T, config, causal in product(lengths, configs, (True, False)):
+        case = changed(kind, **config | dict(G=G, D=D, dtype=dtype, T=T, causal=causal, B=2 if T < 4000 else 1))
+        assert_right(make_inputs(case, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize(
+    "name", ["blocks of 64", "paper", "paper, two heads", "packed, overlapping, three heads", "1 heads"]
+)
+def test_products_by_warp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SM100 makes them: both forms choose alike."""
+    from flash_attn.cute.multiply import form
+
+    monkeypatch.setattr(form, "FORCED", True)
+    test_real_scores(f"token: {name}")
+    test_exact_scores(f"token: {name}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["default", "paper", "unforced", "early keys", "16 heads"])
+def test_later_tokens_and_the_place_in_a_tile_change_nothing(name: str) -> None:
+    """Lists of a prefix, bit for bit; the prefix ends anywhere in a tile."""
+    inputs, lse = made(VARIANTS[f"token: {name}"])
+    case, whole = inputs.case, selected(inputs, lse)
+    for T in (case.T - 1, case.T // 2 + 3, 77):
+        Tc, shorter = case.config.compressed_length(T), replace(case, T=T)
+        part = selected(replace(inputs, case=shorter, q=inputs.q[:, :T], k_cmp=inputs.k_cmp[:, :Tc]), lse[..., :T])
+        n = part.shape[-1]
+        assert torch.equal(part, whole[:, :T, :, :n]) and (whole[:, :T, :, n:] < 0).all(), f"{T}: {case!r}"
+        other = replace(inputs, q=inputs.q.clone(), k_cmp=inputs.k_cmp.clone())
+        other.q[:, T:] = 9
+        seen = (T - 1 - case.config.offset) // case.config.stride + 1
+        other.k_cmp[:, max(seen, 0) :] = torch.nan
+        assert torch.equal(selected(other, lse)[:, :T], whole[:, :T]), f"{T}: {case!r}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", STRETCHES)
+def test_a_stretch_of_queries_has_the_lists_of_the_whole(name: str) -> None:
+    inputs, lse = made(VARIANTS[name])
+    whole = selected(inputs, lse)
+    whole = whole.split(inputs.case.lengths) if inputs.case.lengths else whole
+    for stretch in STRETCHES[name]:
+        parts = [x[first:end] for x, (first, end) in zip(whole, stretch)]
+        expected = torch.cat(parts) if inputs.case.lengths else torch.stack(parts)
+        assert selected(inputs, lse, stretch).equal(expected), f"{stretch}: {inputs.case!r}"
+
+
+@pytest.mark.gpu
+def test_scores_that_rise_and_that_all_tie() -> None:
+    """Streams in which every block is better than all before, none is, and all are equal, also to 0."""
+    for config, G in product((dict(), PAPER, dict(block_size=16, block_counts=16)), (1, 4, 16)):
+        inputs = make_inputs(changed(TOKENS, **config | dict(B=1, T=4000, D=64, G=G)), "cuda")
+        k = inputs.k_cmp
+        slope = torch.linspace(-1, 1, k.shape[1], device=k.device).to(k.dtype)[:, None, None]
+        for keys in (slope, -slope, torch.ones_like(slope), 20 * (slope > 0.999).to(k.dtype)):
+            assert_right(replace(inputs, q=torch.ones_like(inputs.q), k_cmp=keys.expand_as(k).contiguous()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [changed(TILES, D=128), TOKENS], ids=["tile", "token"])
+def test_strided_inputs(kind: Case) -> None:
+    """Some heads of bigger tensors."""
+    inputs, lse = made(kind)
+    whole, G = selected(inputs, lse), kind.Hq // kind.Hkv
+    some = {name: x[:, :, 1:] for name in ("k", "k_cmp") if (x := getattr(inputs, name)) is not None}
+    part = replace(inputs, case=replace(kind, Hq=G, Hkv=1), q=inputs.q[:, :, G:], **some)
+    assert torch.equal(selected(part, None if lse is None else lse[:, G:]), whole[:, :, 1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("kind", [TILES, changed(TILES, G=1), TOKENS], ids=["tile", "tile, one head", "token"])
+def test_any_numbers_give_lists(kind: Case, value: float) -> None:
+    """With NaN, inf or numbers near the largest, lists are ascending, in range and of the right length."""
+    inputs, lse = made(replace(kind, T=4096))
+    proper = selected(inputs, lse)
+    for name in ("q", "k_cmp", "lse") if lse is not None else ("q", "k"):
+        x = (lse if name == "lse" else getattr(inputs, name)).clone()
+        x[:, 3::90] = value
+        got = selected(inputs, x) if name == "lse" else selected(replace(inputs, **{name: x}), lse)
+        assert torch.equal(got >= 0, proper >= 0)
+        assert (got < inputs.case.config.num_blocks(4096)).all() and (got >= -1).all()
+        assert ((got[..., 1:] > got[..., :-1]) | (got[..., 1:] < 0)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("exponent", [100, 110, -85])
+def test_huge_keys_meet_tiny_queries_and_the_other_way_round(G: int, exponent: int) -> None:
+    """Only the product of q and k has to be in range."""
+    inputs = make_inputs(changed(TILES, B=1, T=2048, D=128, G=G), "cuda")
+    # So far from 0 that the mean of some is not far smaller.
+    inputs = replace(inputs, q=inputs.q + 4 * inputs.q[:, :1].sign(), k=inputs.k + inputs.k[:, :1].sign())
+    lists = selected(inputs)
+    scaled = [replace(inputs, q=inputs.q * 2.0**-exponent, k=inputs.k * 2.0**exponent)]
+    if G == 1:  # one head ranks by scores of any scale
+        scaled += [replace(inputs, q=inputs.q * factor) for factor in (2.0**60, 2.0**-60)]
+    assert all(torch.equal(selected(other), lists) for other in scaled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("q_tile", [64, 24, 1])
+def test_means_of_queries_at_the_end_of_the_range_are_in_range(q_tile: int, own: bool) -> None:
+    from nsa_layer.kernels.select_by_tile.pooled_queries import pooled_queries
+
+    torch.manual_seed(0)
+    q = (1 + torch.rand(1, 1000, 4, 64, device="cuda").bfloat16().clamp(max=0.99)) * torch.randn(64).sign().cuda()
+    static = dict(q_tile=q_tile, own=own, tiles=-(-1000 // q_tile))
+    k_mean = torch.ones(1, 3, 2, 64, device="cuda")
+    means, large = (pooled_queries(x.bfloat16() * scale, k_mean, **static)[0] for x, scale in ((q, 1), (q, 2.0**127)))
+    assert means.rows.isfinite().all() and torch.equal(large.rows, means.rows)
