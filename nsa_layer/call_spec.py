@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -146,7 +146,34 @@ class CallTensors(NamedTuple):
 
 DIFFERENTIABLE = CallTensors._fields[:11]
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
+STARTS = ("cu_seqlens", "cu_seqlens_k")
 OF_SEQUENCES = ("q", "k", "v", "gates", *OWN_KEYS, "block_indices")  # hold something for each sequence
+
+
+class Signature(NamedTuple):
+    """A call without its numbers: all that its kernels depend on.
+
+    Attributes:
+        tensors: (name, shape, dtype) of each argument of `nsa`, `selected_attention` or `nsa_with_kvcache`.
+        spec: lengths of a call on caches are those of its queries, if the host knows them.
+        plan: the `MemoryPlan`; None for a call on caches.
+        backward: backward too.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    spec: CallSpec
+    plan: Hashable = None
+    backward: bool = False
+
+    @classmethod
+    def of(cls, tensors: dict[str, Any], spec: CallSpec, plan: Hashable = None, **more: bool) -> Signature:
+        """The signature of a call with these arguments, by name."""
+        if spec.bound is not None:  # kernels for other lengths within these bounds are the same
+            total, keys, starts_k = len(tensors["q"]), len(tensors["k"]), tensors["cu_seqlens_k"]
+            lengths_k = spec.lengths_k if starts_k is None else (keys, 0)
+            spec = replace(spec, lengths=(spec.bound, total - spec.bound), lengths_k=lengths_k, bound=None)
+        kept = ((name, x) for name, x in tensors.items() if isinstance(x, torch.Tensor) and name not in STARTS)
+        return cls(tuple((name, tuple(x.shape), x.dtype) for name, x in kept), spec, plan, **more)
 
 
 class Saved(NamedTuple):

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.warm_up.shapes import CallShape
+from nsa_layer.call_spec import CallSpec, CallTensors, Signature
+from nsa_layer.config import NSAConfig
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.warm_up.api import argument_shapes
 
 DATA = ("smooth", "random")
 # Tokens from one value of the slow part to the next, and the variance of the part that every token draws anew. With
@@ -22,16 +24,80 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "flo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape(CallShape):
+class Shape:
     """A call of `nsa` on a device, without its tensors.
 
     Attributes:
+        T: tokens of a sequence; of all sequences if packed.
+        lengths: of packed sequences; None for a batch.
+        policy: without a budget all heads go in one group, whatever the GPU has free.
+        gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
+        projected: with ``compress_k_weight`` and ``compress_v_weight``.
+        own: branches' own keys and values, of `OWN_KEYS`.
+        backward: backward too.
+        lists: (heads, blocks) of ``block_indices``.
+        keys: of a sequence, packed of all, where queries have an offset among them; lengths_k: of packed sequences.
         data: "random": every element of the inputs is drawn anew; "smooth": q and k change slowly along the sequence,
             so that neighbours choose about as many blocks together as those of a trained model.
     """
 
-    device: str
+    B: int
+    T: int
+    Hq: int
+    Hkv: int
+    D: int
+    Dv: int
+    dtype: torch.dtype
+    config: NSAConfig
+    lengths: tuple[int, ...] | None = None
+    policy: MemoryPolicy = MemoryPolicy()
+    causal: bool = True
+    gate: str = "weight"
+    projected: bool = False
+    own: tuple[str, ...] = ()
+    backward: bool = True
+    lists: tuple[int, int] | None = None
+    keys: int | None = None
+    lengths_k: tuple[int, ...] | None = None
+    device: str = "cuda"
     data: str = "random"
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By argument of `nsa`: q, k and v [B, T, H, D], or [total, H, D] if packed, and the weights."""
+        S = self.T if self.keys is None else self.keys
+        tokens, keys = ((self.B, T) if self.lengths is None else (T,) for T in (self.T, S))
+        sizes = dict(Hq=self.Hq, Hkv=self.Hkv, D=self.D, Dv=self.Dv, gate=self.gate, projected=self.projected)
+        shapes, count = argument_shapes(tokens, keys, **sizes), self.config.compressed_length
+        blocks = (self.B, count(S)) if self.lengths is None else (sum(map(count, self.lengths_k or self.lengths)),)
+        for name in self.own:
+            shape = shapes[name[0]]
+            shapes[name] = (*blocks, *shape[-2:]) if name.endswith("cmp") else shape
+        return shapes
+
+    def spec(self) -> CallSpec:
+        """The static side of the call, as backends take it."""
+        lengths = self.lengths, self.lengths_k
+        return CallSpec(self.config, self.causal, self.D**-0.5, *lengths, listed=self.lists is not None)
+
+    def tensors(self, device: str = "meta") -> CallTensors:
+        """The arguments, without values, lists of the caller's and offsets of the queries included."""
+        shapes = {name: (shape, self.dtype) for name, shape in self.tensor_shapes().items()}
+        if self.lists is not None:
+            tiles = [self.config.num_tiles(T) for T in self.lengths or (self.T,)]
+            lead = (self.B, *tiles) if self.lengths is None else (sum(tiles),)
+            shapes["block_indices"] = ((*lead, *self.lists), torch.int32)
+        if self.keys is not None:
+            shapes["q_offset"] = ((len(self.lengths or range(self.B)),), torch.int32)
+        return CallTensors(**{name: torch.empty(of, dtype=kind, device=device) for name, (of, kind) in shapes.items()})
+
+    def sizes(self) -> Sizes:
+        """The sizes that predictions of memory depend on."""
+        return Sizes.of(self.tensors(), spec=self.spec(), needs_grad=self.backward)
+
+    def signature(self) -> Signature:
+        """What the call's kernels depend on."""
+        plan = plan_memory(self.sizes(), self.policy, torch.device("cpu"))
+        return Signature.of(self.tensors()._asdict(), self.spec(), plan, backward=self.backward)
 
     def describe(self) -> str:
         """The shape in one line."""

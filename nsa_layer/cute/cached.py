@@ -27,7 +27,7 @@ from nsa_layer.cached_call import (
     refuse_places,
     refuse_shared,
 )
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call_spec import CallSpec, CallTensors, Signature
 from nsa_layer.compress import project
 from nsa_layer.cute import head_groups
 from nsa_layer.cute.forward import Pages
@@ -45,7 +45,6 @@ from nsa_layer.kernels.launch import readable
 from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.warm_up.api import compile_missing
-from nsa_layer.warm_up.shapes import CachedShape
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
@@ -67,7 +66,8 @@ def attend(
     Returns:
         o and the branches' log-sum-exps, shaped as `nsa_with_kvcache` says.
     """
-    with compile_missing(lambda: CachedShape.of(call, lengths)):
+    spec = CallSpec(call.config, True, softmax_scale, lengths)
+    with compile_missing(lambda: Signature.of(vars(call), spec)):
         return step(call, lengths, softmax_scale, validate=validate)
 
 

@@ -7,19 +7,16 @@ keys and values, and the selected blocks. Block lists are built again in backwar
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from nsa_layer.call_spec import DIFFERENTIABLE, OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Saved
+from nsa_layer.call_spec import DIFFERENTIABLE, OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Saved, Signature
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.fork import require_patched
 from nsa_layer.support import reads_unions
 from nsa_layer.warm_up.api import compile_missing
-from nsa_layer.warm_up.shapes import CallShape, ListsShape
 
 require_patched()
 
@@ -154,33 +151,13 @@ def _compiled(
     tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, plan: MemoryPlan, *, backward: bool
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled side by side, before the first is launched."""
-    if spec.branches == SELECTED_ALONE:
-        return compile_missing(partial(_shape_of_lists, tensors, varlen, spec, backward=backward))
-    return compile_missing(partial(_shape, tensors, spec, plan, backward=backward))
 
+    def signature() -> Signature:
+        alone = spec.branches == SELECTED_ALONE
+        offset = first_positions(tensors, varlen, spec) if alone else tensors.q_offset
+        return Signature.of(tensors._replace(q_offset=offset)._asdict(), spec, plan, backward=backward)
 
-def _shape_of_lists(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, *, backward: bool) -> ListsShape:
-    (q, k), offset = tensors[:2], first_positions(tensors, varlen, spec) is not None
-    if spec.bound is not None:  # kernels for others of these bounds are the same
-        spec = replace(spec, lengths=(spec.bound, len(q) - spec.bound), lengths_k=(len(k), 0), bound=None)
-    shapes = (tuple(x.shape) for x in (q, k, tensors.block_indices))
-    return ListsShape(*shapes, q.dtype, spec, offset, backward)
-
-
-def _shape(tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> CallShape:
-    """The call without its tensors."""
-    q, k, v = tensors[:3]
-    B, T = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
-    sizes = dict(B=B, T=T, Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], dtype=q.dtype)
-    static = dict(config=spec.config, causal=spec.causal, lengths=spec.lengths, plan=plan)
-    if spec.bound is not None:  # kernels for others of these bounds are the same
-        static["lengths"] = (spec.bound, T - spec.bound)
-    static["lists"] = None if tensors.block_indices is None else tuple(tensors.block_indices.shape[-2:])
-    if tensors.q_offset is not None:
-        static |= dict(keys=k.shape[-3], lengths_k=spec.lengths_k)
-    own = tuple(name for name in OWN_KEYS if getattr(tensors, name) is not None)
-    static |= dict(gate=tensors.gate, projected=tensors.compress_k_weight is not None, own=own)
-    return CallShape(**sizes, **static, backward=backward)
+    return compile_missing(signature)
 
 
 def head_group(tensors: CallTensors, first: int, end: int) -> CallTensors:

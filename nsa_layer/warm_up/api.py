@@ -22,10 +22,11 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from nsa_layer.call_spec import CallSpec, Signature
 from nsa_layer.config import NSAConfig
+from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, kept_in_graphs
 from nsa_layer.support import device_arch, kernel_family
-from nsa_layer.warm_up.lookup import ENVIRONMENT, AnyShape, Order, Outcome
-from nsa_layer.warm_up.shapes import CallShape
+from nsa_layer.warm_up.lookup import ENVIRONMENT, Order, Outcome
 
 WORKERS, PROGRESS = "NSA_COMPILE_WORKERS", "NSA_COMPILE_PROGRESS"
 
@@ -35,12 +36,12 @@ class Helper:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.ordered: set[AnyShape] = set()
+        self.ordered: set[Signature] = set()
         self.environment: dict[str, str] = {}
         self.process: subprocess.Popen | None = None
         self.connection: Connection | None = None
 
-    def order(self, call: AnyShape) -> None:
+    def order(self, call: Signature) -> None:
         """Have a call's kernels compiled, at its first miss. The call compiles them itself if no process can be."""
         jobs = processes()
         if jobs < 2:
@@ -64,7 +65,7 @@ _helper = Helper()
 os.register_at_fork(after_in_child=_helper.__init__)  # closes the fork's copy of the connection, which would keep it
 
 
-def compile_missing(shape: Callable[[], AnyShape]) -> AbstractContextManager[None]:
+def compile_missing(shape: Callable[[], Signature]) -> AbstractContextManager[None]:
     """Context manager: on the first kernel-cache miss inside it, start compiling every kernel of this call in the
     helper process."""
     from flash_attn.cute.runtime import kernel_cache
@@ -80,7 +81,7 @@ def processes() -> int:
     return int(workers)
 
 
-def compile_calls(calls: Iterable[AnyShape], *, target: dict[str, str], jobs: int) -> Iterator[int | Outcome]:
+def compile_calls(calls: Iterable[Signature], *, target: dict[str, str], jobs: int) -> Iterator[int | Outcome]:
     """Compile each kernel of the calls once; yields their number, then outcomes as they come.
 
     Args:
@@ -134,20 +135,33 @@ def warm_up(
         RuntimeError: a kernel does not compile, or kernels are not kept on disk.
     """
     begin, calls = time.perf_counter(), []
-    options = dict(config=config, dtype=dtype, gate=gate, projected=projected, causal=causal, backward=backward)
     for shape in shapes:
         if len(shape) != 5:
             raise ValueError(f"a shape must be (B, T, Hq, Hkv, D), got {shape!r}")
         B, T, Hq, Hkv, D = shape
-        sizes = dict(Hq=Hq, Hkv=Hkv, D=D, Dv=D, **options)
+        tokens = (B * T,) if packed else (B, T)
+        named = argument_shapes(tokens, tokens, Hq, Hkv, D, D, gate=gate, projected=projected)
+        tensors = tuple((name, size, dtype) for name, size in named.items())
+        plan = MemoryPlan(((0, Hkv),), kept_in_graphs(MemoryPolicy(), backward))
         # Where the host does not know lengths, lists have room for one sequence of all tokens.
         for lengths in ((T,) * B, (B * T, *[0] * (B - 1))) if packed else (None,):
-            where = dict(B=B, T=T) if lengths is None else dict(B=1, T=B * T, lengths=lengths)
-            calls.append(CallShape(**where, **sizes))
+            calls.append(Signature(tensors, CallSpec(config, causal, D**-0.5, lengths), plan, backward))
     for outcome in compile_calls(calls, target=_own_target(), jobs=max(1, processes())):
         if isinstance(outcome, Outcome) and outcome.error:
             raise RuntimeError(f"{outcome.kernel}: {outcome.error}")
     return time.perf_counter() - begin
+
+
+def argument_shapes(
+    tokens: tuple[int, ...], keys: tuple[int, ...], Hq: int, Hkv: int, D: int, Dv: int, *, gate: str, projected: bool
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arguments of `nsa`, by name: q [*tokens, Hq, D], k and v [*keys, ...], and the weights."""
+    shapes = dict(q=(*tokens, Hq, D), k=(*keys, Hkv, D), v=(*keys, Hkv, Dv))
+    if gate == "weight":
+        shapes["gate_weight"] = (Hq, 3, D)
+    if gate == "given":
+        shapes["gates"] = (*tokens, Hq, 3)
+    return shapes | (dict(compress_k_weight=(Hkv, D, D), compress_v_weight=(Hkv, Dv, Dv)) if projected else {})
 
 
 def _environment(target: dict[str, str]) -> dict[str, str]:

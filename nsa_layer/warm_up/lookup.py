@@ -21,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from nsa_layer.cached_call import CachedCall
-from nsa_layer.call_spec import CallTensors
-from nsa_layer.cute.memory_plan import MemoryPolicy, plan_memory
-from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
+from nsa_layer.call_spec import SELECTED_ALONE, CallTensors, Signature
+from nsa_layer.cute.memory_plan import MemoryPolicy
 
 # The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
 ENVIRONMENT = {
@@ -31,7 +30,6 @@ ENVIRONMENT = {
     100: {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"},
 }
 
-AnyShape = CallShape | ListsShape | CachedShape
 Finds = Callable[[object, object, str], bool]
 
 
@@ -40,14 +38,14 @@ class Wanted(NamedTuple):
 
     name: str
     file: Path
-    call: AnyShape
+    call: Signature
 
 
 class Outcome(NamedTuple):
     """A kernel of a call, with the seconds it took, None where the cache had it, or the error."""
 
     kernel: str
-    call: AnyShape
+    call: Signature
     seconds: float | None = None
     error: str | None = None
 
@@ -61,13 +59,13 @@ class Order(NamedTuple):
         progress: a line on standard error says, after two seconds, how many kernels are compiled.
     """
 
-    calls: tuple[AnyShape, ...]
+    calls: tuple[Signature, ...]
     jobs: int
     ahead: bool = True
     progress: bool = False
 
 
-def kernel_files(call: AnyShape) -> dict[str, Path]:
+def kernel_files(call: Signature) -> dict[str, Path]:
     """The call's kernels, each as folder and file in the cache, in the order of their launches, and their paths.
 
     The process must have a target's `ENVIRONMENT`, for `compile_kernel` too.
@@ -165,7 +163,7 @@ def _like(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def make_call(call: AnyShape) -> None:
+def make_call(call: Signature) -> None:
     """Make the call with fake tensors: kernels that no cache has are compiled, and nothing is launched.
 
     Of groups of heads of one size, which ask for the same kernels, one is made.
@@ -173,53 +171,33 @@ def make_call(call: AnyShape) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), _Unlinked(), torch.no_grad():
-        {ListsShape: _make_listed, CachedShape: _make_cached}.get(type(call), _make_layer)(call)
+        tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
+        if call.plan is not None:
+            return _make(CallTensors(**tensors), call)
+        from nsa_layer.cute.cached import step
+
+        cached, memory = CachedCall(**tensors, config=call.spec.config), MemoryPolicy(budget=sys.maxsize)
+        step(cached, call.spec.lengths, call.spec.softmax_scale, memory=memory)
 
 
-def _make_layer(call: CallShape) -> None:
-    from nsa_layer.cute.backward import backward
-    from nsa_layer.cute.forward import forward
+def _make(tensors: CallTensors, call: Signature) -> None:
+    from nsa_layer.cute.backward import backward, backward_selected
+    from nsa_layer.cute.forward import forward, forward_selected
     from nsa_layer.cute.head_groups import head_group
     from nsa_layer.cute.varlen import Varlen
 
-    spec, dtype = call.spec(), call.dtype
-    plan = call.plan or plan_memory(call.sizes(), call.policy, torch.device("cpu"))
-    given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
-    offset = None if call.keys is None else _fake(len(call.lengths or range(call.B)), dtype=torch.int32)
-    tensors = CallTensors(**given, block_indices=call.block_indices("cuda"), q_offset=offset)
+    spec, plan, Dv = call.spec, call.plan, tensors.v.shape[-1]
     varlen = Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list)
+    if spec.branches == SELECTED_ALONE:
+        o, lse = forward_selected(tensors, varlen, spec)
+        if call.backward:
+            backward_selected(tensors, varlen, spec, torch.empty_like(o), o, lse)
+        return
     for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
         group = head_group(tensors, first, end)
-        o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
+        o = group.q.new_empty(*group.q.shape[:-1], Dv)
         saved = forward(group, varlen, o, spec=spec, kept=plan.kept)
         if call.backward:
             of_tokens = (*group[:3], group.k_win, group.v_win)
             into = (None if x is None else torch.empty_like(x) for x in of_tokens)
             backward(group, varlen, saved, torch.empty_like(o), *into, spec=spec)
-
-
-def _make_listed(call: ListsShape) -> None:
-    from nsa_layer.cute.backward import backward_selected
-    from nsa_layer.cute.forward import forward_selected
-    from nsa_layer.cute.varlen import Varlen
-
-    q, k = (_fake(*shape, dtype=call.dtype) for shape in (call.q, call.k))
-    sequences = len(call.spec.lengths) if call.spec.lengths else len(q)
-    offset = _fake(sequences, dtype=torch.int32) if call.offset else None
-    tensors = CallTensors(q, k, k, block_indices=_fake(*call.lists, dtype=torch.int32), q_offset=offset)
-    varlen = Varlen.of(call.spec, q.device, tensors.q_heads_per_list)
-    o, lse = forward_selected(tensors, varlen, call.spec)
-    if call.backward:
-        backward_selected(tensors, varlen, call.spec, torch.empty_like(o), o, lse)
-
-
-def _make_cached(call: CachedShape) -> None:
-    from nsa_layer.cute.cached import step
-
-    given = {name: _fake(*shape, dtype=dtype) for name, shape, dtype in call.tensors}
-    scale = given["q"].shape[-1] ** -0.5
-    step(CachedCall(**given, config=call.config), call.lengths, scale, memory=MemoryPolicy(budget=sys.maxsize))
-
-
-def _fake(*size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device="cuda")

@@ -59,7 +59,7 @@ def compile_for(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Outcome
     """
     # Parts of an architecture differ in their number of multiprocessors.
     target = ENVIRONMENT[arch] | {name: os.environ[name] for name in (MULTIPROCESSORS,) if name in os.environ}
-    said = compile_calls(calls, target=target, jobs=jobs)
+    said = compile_calls([call.signature() for call in calls], target=target, jobs=jobs)
     yield from tqdm(said, total=next(said), unit="kernel", desc=f"sm_{arch}a")
 
 

@@ -141,11 +141,11 @@ def kernels_of_layer() -> set[tuple[str, bool | None]]:
     """The kernels of the selected branch and of the choice by token that a call of the layer asks for; in a worker."""
     from nsa_layer import NSAConfig
     from nsa_layer.warm_up.lookup import make_call
-    from nsa_layer.warm_up.shapes import CallShape
+    from nsa_tools.shape import Shape
 
     static = dict(dtype=torch.bfloat16, config=NSAConfig(q_tile=1))
     with built_kernels("") as kernels:
-        make_call(CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, **static))
+        make_call(Shape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, **static).signature())
     return {(type(kernel).__name__, getattr(getattr(kernel, "spec", None), "by_warp", None)) for kernel in kernels}
 
 

@@ -11,7 +11,7 @@ from stub_kernels import LAUNCHED, stubbed_layer
 
 from nsa_layer import NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache
 from nsa_layer.cute.memory_plan import predict
-from nsa_layer.warm_up.shapes import CallShape
+from nsa_tools.shape import Shape
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
 
@@ -152,7 +152,7 @@ def test_kernels_of_calls_without_any_other_branch(q_tile: int) -> None:
 
 def test_memory_is_planned_without_it() -> None:
     sizes = dict(B=1, T=4096, Hq=8, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16)
-    with_window, without = (CallShape(**sizes, config=NSAConfig(window_size=w)).sizes() for w in (512, 0))
+    with_window, without = (Shape(**sizes, config=NSAConfig(window_size=w)).sizes() for w in (512, 0))
     kept = (True, True, True)
     more, fewer = (predict(each, 2, kept) for each in (with_window, without))
     assert more["saved"] - fewer["saved"] == 4096 * 8 * (64 * 2 + 4)

@@ -19,9 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig
+from nsa_layer.call_spec import Signature
 from nsa_layer.warm_up import api, lookup
 from nsa_layer.warm_up.lookup import ENVIRONMENT, Order
-from nsa_layer.warm_up.shapes import CallShape
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
 OWN = """
@@ -35,58 +35,37 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy
 from nsa_layer.config import ListConfig
-from nsa_layer.call_spec import OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors
+from nsa_layer.call_spec import OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Signature
 from nsa_layer.cached_call import CachedCall
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
-from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
+from nsa_tools.shape import Shape
 from nsa_layer.cute import cached, head_groups
-from nsa_layer.cute.backward import backward_selected
-from nsa_layer.cute.forward import first_positions, forward_selected
 from nsa_layer.cute.varlen import Varlen
-from nsa_layer.cute.memory_plan import plan_memory
+from nsa_layer.cute.memory_plan import MemoryPlan
 
 warnings.simplefilter("ignore")
 
 def shape(**changes):
     given = dict(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
-    return CallShape(**given | changes)
+    return Shape(**given | changes).signature()
 
 def own_call(call, bounded=False):
-    if isinstance(call, ListsShape):
-        return own_lists(call)
-    if isinstance(call, CachedShape):
-        return own_cached(call)
-    given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
-    plan = plan_memory(call.sizes(), call.policy, torch.device("cpu"))
-    sequences = len(call.lengths or range(call.B))
-    offset = None if call.keys is None else torch.empty(sequences, dtype=torch.int32, device="cuda")
-    tensors = CallTensors(**given, block_indices=call.block_indices("cuda"), q_offset=offset)
-    spec, where = call.spec(), {}
+    spec, given = call.spec, {name: torch.empty(of, dtype=kind, device="cuda") for name, of, kind in call.tensors}
+    if call.plan is None:
+        own = CachedCall(**given, config=spec.config)
+        assert Signature.of(vars(own), spec) == call
+        return cached.step(own, spec.lengths, 0.125, memory=MemoryPolicy(budget=1 << 60))
+    tensors, where = CallTensors(**given), {}
     if bounded:
-        spec = replace(spec, lengths=None, bound=max(call.lengths))
-        starts = torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
-        where = dict(cu_seqlens=starts, total=call.T)
+        starts = torch.empty(len(spec.lengths) + 1, dtype=torch.int32, device="cuda")
+        spec, total = replace(spec, lengths=None, bound=max(spec.lengths)), len(tensors.q)
+        assert Signature.of(tensors._asdict(), spec, call.plan, backward=call.backward) == call
+        where = dict(cu_seqlens=starts, total=total)
     varlen = Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list, **where)
-    o, saved = head_groups.forward_groups(tensors, varlen, spec, plan, backward=True)
+    o, saved = head_groups.forward_groups(tensors, varlen, spec, call.plan, backward=True)
     if call.backward:
-        head_groups.gradients(torch.empty_like(o), tensors, varlen, spec, plan, saved)
-
-def own_lists(call):
-    q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))
-    lists = torch.empty(call.lists, dtype=torch.int32, device="cuda")
-    tensors = CallTensors(q, k, k, block_indices=lists)
-    varlen = Varlen.of(call.spec, q.device, tensors.q_heads_per_list)
-    assert call.offset == (first_positions(tensors, varlen, call.spec) is not None)
-    o, lse = forward_selected(tensors, varlen, call.spec)
-    if call.backward:
-        backward_selected(tensors, varlen, call.spec, torch.empty_like(o), o, lse)
-
-def own_cached(call):
-    given = {name: torch.empty(of, dtype=dtype, device="cuda") for name, of, dtype in call.tensors}
-    own = CachedCall(**given, config=call.config)
-    assert CachedShape.of(own, call.lengths) == call
-    cached.step(own, call.lengths, 0.125, memory=MemoryPolicy(budget=1 << 60))
+        head_groups.gradients(torch.empty_like(o), tensors, varlen, spec, call.plan, saved, o=o)
 
 def asked(call, **how):
     names = {}
@@ -129,6 +108,7 @@ for stretch in (dict(T=100, keys=300, own=("k_cmp", "v_cmp")), packed):
 for lists in ((2, 5), (4, 5)):
     call = shape(lists=lists)
     assert list(kernel_files(call)) == asked(call) != list(chosen), call
+number = torch.int32
 longer = ((20, 2, 5), ((100, 200), (99, 201)), 300)
 for lists, lengths, keys in (((1, 300, 2, 5), (None, None), 300), ((1, 300, 4, 5), (None, None), 400), longer):
     packed = lengths[0] is not None
@@ -136,10 +116,12 @@ for lists, lengths, keys in (((1, 300, 2, 5), (None, None), 300), ((1, 300, 4, 5
     spec = CallSpec(config, True, 0.125, *lengths, listed=True, branches=SELECTED_ALONE)
     q, k = (*lead, 300, 4, 64), (*lead, keys, 2, 64)
     for backward in (False, True):
-        call = ListsShape(q, k, lists, torch.bfloat16, spec, keys > 300 or packed, backward)
+        given = [(name, of, torch.bfloat16) for name, of in (("q", q), ("k", k), ("v", k))]
+        given += [("block_indices", lists, number)]
+        given += [("q_offset", (2 if packed else 1,), number)] * (keys > 300 or packed)
+        call = Signature(tuple(given), spec, MemoryPlan(((0, 2),), (False,) * 3), backward)
         assert list(kernel_files(call)) == asked(call), call
         assert len(asked(call)) == (8 if backward else 2), asked(call)
-number = torch.int32
 for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
     new, pages = dict(q=4, k=2, v=2), dict(k_cache=64, v_cache=64, k_cmp_cache=1, v_cmp_cache=1)
     tensors = [(name, (*lead, H, 64), torch.bfloat16) for name, H in new.items()]
@@ -147,7 +129,8 @@ for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
     tensors += [("cache_seqlens", (2,), number), ("page_table", (2, 4), number), ("cmp_page_table", (2, 4), number)]
     tensors += [("cu_seqlens_q", (3,), number)] * (lead == (60,))
     order = CachedCall.__dataclass_fields__
-    call = CachedShape(tuple(sorted(tensors, key=lambda x: [*order].index(x[0]))), NSAConfig(), lengths)
+    tensors = tuple(sorted(tensors, key=lambda x: [*order].index(x[0])))
+    call = Signature(tensors, CallSpec(NSAConfig(), True, 0.125, lengths))
     assert list(kernel_files(call)) == asked(call) and len(asked(call)) == 11, (call, asked(call))
 """
 CALLED = """
@@ -233,8 +216,8 @@ import os, signal, threading, time
 import torch
 from nsa_layer import NSAConfig
 from nsa_layer.warm_up import api
-from nsa_layer.warm_up.shapes import CallShape
-call = CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
+from nsa_tools.shape import Shape
+call = Shape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig()).signature()
 api._own_target = dict
 thread = threading.Thread(target=api._helper.order, args=(call,))
 thread.start()
@@ -334,13 +317,15 @@ def test_a_number_of_processes_that_is_none_is_named(monkeypatch: pytest.MonkeyP
 
 
 def test_packed_calls_are_warm_wherever_their_starts_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[CallShape] = []
+    asked: list[Signature] = []
     monkeypatch.setattr(api, "compile_calls", lambda calls, **_: asked.extend(calls) or [])
     monkeypatch.setattr(api, "_own_target", dict)
     config = NSAConfig()
     api.warm_up(config, [(8, 512, 4, 2, 64)], packed=True)
-    assert [config.list_width(max(call.lengths)) for call in asked] == [8, 16]
-    assert all(len(call.lengths) == 8 and sum(call.lengths) == call.T == 4096 for call in asked)
+    assert [config.list_width(max(call.spec.lengths)) for call in asked] == [8, 16]
+    assert all(
+        len(call.spec.lengths) == 8 and sum(call.spec.lengths) == call.tensors[0][1][0] == 4096 for call in asked
+    )
 
 
 @pytest.mark.parametrize("arch, found", [(0, "no GPU"), (80, "no kernels for sm_80")])

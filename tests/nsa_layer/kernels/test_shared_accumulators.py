@@ -19,7 +19,7 @@ def accumulators(changes: dict) -> tuple[int, int, int]:
 
     from nsa_layer.cute import backward
     from nsa_layer.warm_up import lookup
-    from nsa_layer.warm_up.shapes import CallShape
+    from nsa_tools.shape import Shape
 
     call = dict(B=2, T=1000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=TILES) | changes
     if lengths := call.get("lengths"):
@@ -32,7 +32,7 @@ def accumulators(changes: dict) -> tuple[int, int, int]:
 
     with patch.object(backward, "backward_layouts", noted), lookup._lookups(lambda *asked: True):
         for _ in range(2):
-            lookup.make_call(CallShape(Dv=call["D"], **call))
+            lookup.make_call(Shape(Dv=call["D"], **call).signature())
     assert made[0] is made[1], "layouts are looked up where the same call came before"
     of_tokens = {x.dk and x.dk.place for x in made[0].calls[-2:]} - {None}
     return len({x.dq.place for x in made[0].calls}), len(of_tokens), made[0].tile_m
