@@ -1,57 +1,63 @@
-"""The choice of blocks: against the definition in plain Python, and that nothing else is attended to."""
+"""The selection of blocks, by token, by tile and by the seed's rule: against the definition in plain Python."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
 
-from nsa_layer import NSAConfig
+from nsa_layer import NSAConfig, reference
+from nsa_layer.choose import choose_blocks_by_token
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 from nsa_tools.testing.choices import forced_blocks
 
 SMALL = NSAConfig(block_size=8, block_counts=5, q_tile=16, window_size=8)
+TOKENS = dict(q_tile=1, block_counts=4)
+FREE = dict(init_blocks=0, local_blocks=0)
+BACKENDS = ["eager", "reference"]
 
 
-def oracle_scores(inputs: Inputs, kv: int, first: int, blocks: list[int]) -> list[dict[int, Fraction | float]]:
-    """The logit of some blocks for the tile that starts at a token: one dict for each query head of a group; exact."""
-    case, config, size = inputs.case, inputs.case.config, inputs.case.config.block_size
-    G = case.Hq // case.Hkv
-    if case.causal:
-        asking = range(max(0, first - config.q_tile + 1), first + 1)
-    else:
-        asking = range(first, min(case.T, first + config.q_tile))
-    scale = Fraction(case.spec.softmax_scale)
-    keys = {
-        j: [sum(map(Fraction, x)) / size for x in zip(*inputs.k[0, j * size : (j + 1) * size, kv].tolist())]
-        for j in blocks
-    }
-    heads = []
-    for h in range(kv * G, (kv + 1) * G):
-        q = [sum(map(Fraction, x)) / len(asking) for x in zip(*inputs.q[0, asking.start : asking.stop, h].tolist())]
-        heads.append({j: scale * sum(a * b for a, b in zip(q, key)) for j, key in keys.items()})
-    return heads
+def oracle_scores(inputs: Inputs, heads: range, first: int, last: int) -> dict[int, float]:
+    """The score of each block that the tile of tokens `first` to `last` may choose, summed over query heads."""
+    case, config, (q, k) = inputs.case, inputs.case.config, (x[0].double() for x in (inputs.q, inputs.k))
+    size, complete_at, own = config.block_size, first if case.causal else case.T - 1, range(first, last + 1)
+    until_first = range(max(0, first - config.q_tile + 1), first + 1)
+    seed = config.rule == "seed"
+    asking = own if seed or not case.causal and not config.by_token else until_first
+    scores = {j: 0.0 for j in range(case.T // size) if j * size + size - 1 <= complete_at}
+    if seed:
+        scores = {j: 0.0 for j in range(case.T // size) if j * size <= last or not case.causal}
+    elif case.causal and config.chooses_own:
+        scores |= {j: 0.0 for j in range(first // size, last // size + 1)}
+    for h in heads:
+        keys = k[:, h * case.Hkv // case.Hq]
+        # A tile asks the key that lies wholly inside a block that is complete; a token every key that it sees.
+        begins = range(0, case.T - config.span + 1, config.stride)
+        if config.by_token:
+            begins = [s for s in begins if s + config.offset <= first or not case.causal]
+        else:
+            begins = [j * size for j in scores if j * size + size - 1 <= complete_at or seed]
+        query = q[asking.start : asking.stop, h].mean(0)
+        logits = [case.spec.softmax_scale * float(query @ keys[s : s + config.span].mean(0)) for s in begins]
+        total = math.fsum(map(math.exp, logits))
+        for s, logit in zip(begins, logits):
+            for t in range(s, s + config.span, config.stride) if config.by_token else (s,):
+                if t // size in scores:
+                    scores[t // size] += logit if seed else math.exp(logit) / total
+    return scores
 
 
-def oracle_list(inputs: Inputs, kv: int, tile: int) -> list[int]:
-    """The list of a tile for one key/value head."""
-    case, config, size, T = inputs.case, inputs.case.config, inputs.case.config.block_size, inputs.case.T
-    first = tile * config.q_tile
-    last = min(T, first + config.q_tile) - 1
-    complete_at = first if case.causal else T - 1
-    candidates = [j for j in range(T) if j * size + size - 1 <= complete_at]
-    own = range(first // size, last // size + 1)
-    forced = set(forced_blocks(own, -(-T // size), config, causal=case.causal))
-    heads = oracle_scores(inputs, kv, first, candidates)
-    heads = [{j: math.exp(x) for j, x in head.items()} for head in heads]
-    heads = [{j: x / math.fsum(head.values()) for j, x in head.items()} for head in heads]
-    scores = {j: sum(head[j] for head in heads) for j in candidates}
-    if case.causal and config.chooses_own:
-        scores = dict.fromkeys(own, 0.0) | scores
+def oracle_list(inputs: Inputs, heads: range, tile: int) -> list[int]:
+    case, config, T = inputs.case, inputs.case.config, inputs.case.T
+    first, last = tile * config.q_tile, min(T, (tile + 1) * config.q_tile) - 1
+    own = range(first // config.block_size, last // config.block_size + 1)
+    forced = (
+        set() if config.rule == "seed" else set(forced_blocks(own, config.num_blocks(T), config, causal=case.causal))
+    )
+    scores = oracle_scores(inputs, heads, first, last)
     best = sorted((j for j in scores if j not in forced), key=lambda j: (-scores[j], j))
     return sorted(forced | set(best[: max(0, config.block_counts - len(forced))]))
 
@@ -59,10 +65,13 @@ def oracle_list(inputs: Inputs, kv: int, tile: int) -> list[int]:
 def assert_oracle_choice(case: Case, backend: str) -> None:
     inputs = make_inputs(case)
     choice = run(backend, inputs).aux.block_indices[0]
-    for kv in range(case.Hkv):
+    lists = case.Hq if case.config.rule == "seed" else case.Hkv
+    assert choice.shape[:2] == (case.config.num_tiles(case.T), lists)
+    group = case.Hq // lists
+    for h in range(lists):
         for tile in range(choice.shape[0]):
-            got, expected = choice[tile, kv].tolist(), oracle_list(inputs, kv, tile)
-            assert got == expected + [-1] * (len(got) - len(expected)), f"head {kv}, tile {tile}: {case!r}"
+            got, expected = choice[tile, h].tolist(), oracle_list(inputs, range(h * group, (h + 1) * group), tile)
+            assert got == expected + [-1] * (len(got) - len(expected)), f"list {h} of tile {tile}: {case!r}"
 
 
 # Powers of two: the scale is one, and every mean and score is exact in fp32; a softmax of one head keeps their order.
@@ -78,8 +87,8 @@ EXACT = Case(T=150, Hq=2, Hkv=2, D=16, config=SMALL, integers=True)
         {"q_tile": 4},
         {"q_tile": 32, "block_counts": 2},
         {"compress_stride": 2},
-        {"init_blocks": 0, "local_blocks": 0, "block_counts": 3},
-        {"init_blocks": 0, "local_blocks": 0, "q_tile": 4},
+        FREE | {"block_counts": 3},
+        FREE | {"q_tile": 4},
         {"init_blocks": 3, "local_blocks": 1, "block_counts": 6},
         {"init_blocks": 0, "local_blocks": 3},
         {"init_blocks": 2, "local_blocks": 0, "q_tile": 32},
@@ -87,30 +96,69 @@ EXACT = Case(T=150, Hq=2, Hkv=2, D=16, config=SMALL, integers=True)
         {"init_blocks": 4, "local_blocks": 3, "block_counts": 2, "q_tile": 4},
         {"block_counts": 1},
         {"block_counts": 1000},
+        TOKENS,
+        TOKENS | FREE,
+        TOKENS | FREE | {"compress_offset": 50, "block_counts": 3},
+        TOKENS | {"compress_offset": 1000},
+        TOKENS | {"compress_offset": 0, "init_blocks": 3, "local_blocks": 0},
+        TOKENS | {"init_blocks": 4, "local_blocks": 3},
     ],
     ids=repr,
 )
 def test_exact_scores(causal: bool, changes: dict[str, object]) -> None:
     config = EXACT.config.replace(**changes)
     # Not causal, the last tile asks with a mean over its own tokens: as many as a power of two.
-    T = 152 if config.q_tile == 16 or causal else 160
-    for backend in ("eager", "reference"):
+    T = 152 if config.q_tile in (1, 16) or causal else 160
+    for backend in BACKENDS:
         assert_oracle_choice(replace(EXACT, T=T, causal=causal, config=config), backend)
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "changes", [{}, {"compress_stride": 4}, {"init_blocks": 0, "local_blocks": 0, "block_counts": 18}], ids=repr
+    "config",
+    [
+        SMALL,
+        SMALL.replace(compress_stride=4),
+        SMALL.replace(**FREE, block_counts=18),
+        SMALL.replace(**TOKENS),
+        SMALL.replace(**TOKENS, compress_size=4, compress_stride=2),  # the sizes of `NSAConfig.paper` over 8
+        SMALL.replace(**TOKENS | FREE, compress_size=16, compress_stride=4),
+        NSAConfig.seed(block_size=8, block_counts=3, q_tile=64, window_size=11),
+    ],
+    ids=["tiles", "stride", "unforced", "tokens", "paper", "long keys", "seed"],
 )
-def test_softmax_scores(backend: str, changes: dict[str, object]) -> None:
+def test_softmax_scores(backend: str, config: NSAConfig) -> None:
     """Real scores, no ties: heads of a group with very different softmaxes are summed after them.
 
     A short last block is listed only if forced.
     """
-    for causal in (True, False):
-        config = SMALL.replace(**changes)
-        case = Case(T=155, Hq=6, Hkv=2, D=8, dtype=torch.float64, config=config, causal=causal)
+    for T, G, causal in ((1, 1, True), (7, 1, False), (8, 3, True), (32, 1, False), (99, 3, True), (155, 3, False)):
+        case = Case(T=T, Hq=2 * G, Hkv=2, D=8, dtype=torch.float64, config=config, causal=causal)
         assert_oracle_choice(case, backend)
+
+
+def test_keys_count_once_for_each_stride_that_they_share_with_a_block() -> None:
+    """Means of 32 tokens every 16, blocks of 64: keys 4j - 1 .. 4j + 3 count 1, 2, 2, 2, 1."""
+    config, T = NSAConfig.paper(), 1024
+    q, keys = torch.ones(1, 1, 1), torch.full((config.compressed_length(T),) * 2, -1e4).fill_diagonal_(1e4)
+    static = dict(blocks=T // 64, config=config, causal=True, softmax_scale=1.0)
+    at_the_end = torch.tensor([T - 1])
+    weights = [reference.token_importance(q, key[:, None, None], at_the_end, **static)[0, 0].tolist() for key in keys]
+    for j, counts in enumerate(zip(*weights)):
+        begin = max(0, 4 * j - 1)
+        expected = [2.0, 2, 2, 1] if j == 0 else [1.0, 2, 2, 2, 1]
+        assert list(counts) == ([0.0] * begin + expected + [0.0] * len(keys))[: len(keys)], j
+
+
+def test_the_probabilities_are_the_branches_own() -> None:
+    """A log-sum-exp that says twice as much halves the weight of its head in the sum over the group."""
+    q = torch.tensor([[3.0, 0.0], [0.0, 1.0]]).expand(1, 32, 2, 2)  # head 0 asks for block 1, head 1 for block 2
+    k_cmp = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])[None, :, None]
+    static = dict(config=SMALL.replace(**FREE, q_tile=1, block_counts=1), causal=False, softmax_scale=1.0)
+    true = (q.movedim(1, 2) @ k_cmp[:, :, 0].mT).logsumexp(-1)
+    for moved, expected in ((0.0, 1), (10.0, 2)):
+        lse = true + moved * torch.tensor([1.0, 0.0])[None, :, None]
+        assert choose_blocks_by_token(q, k_cmp, lse, **static).unique().tolist() == [expected]
 
 
 def test_a_wrong_choice_is_seen() -> None:
