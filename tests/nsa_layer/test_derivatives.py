@@ -7,33 +7,31 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from layer_calls import needs_hopper, operator_call
 from stub_kernels import stubbed_layer
 from torch.autograd import forward_ad, functional
 
 from nsa_layer import NSAConfig, nsa
+from nsa_layer.operators.registration import OPS
+from nsa_tools.testing.cases import Case, make_inputs
 
-SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=16, window_size=8)
-T, HQ, HKV, D = 40, 4, 2, 8
-# On a GPU the kernels' own sizes, and nothing is stubbed.
-ON_GPU = dict(T=300, HQ=4, HKV=2, D=64)
+SMALL = Case(T=40, D=8, dtype=torch.float64, config=NSAConfig(block_size=8, block_counts=3, q_tile=16, window_size=8))
+# The kernels' own sizes; on a GPU nothing is stubbed.
+KERNELS = Case(T=300, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=4))
+FIXED = Case(T=300, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=4, deterministic=True))
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
-def problem(backend: str, device: str = "cpu", **options: object) -> tuple[Loss, torch.Tensor]:
-    """A loss of q that is not linear in anything, and a q; options are the config's."""
-    real = device == "cuda" or backend == "cute"
-    t, hq, hkv, d = ON_GPU.values() if real else (T, HQ, HKV, D)
-    static = dict(config=NSAConfig(block_counts=4, **options) if real else SMALL, backend=backend)
-    dtype = torch.bfloat16 if real else torch.float64
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, t, h, d, generator=draw).to(device, dtype) for h in (hq, hkv, hkv))
-    gate_weight = torch.randn(hq, 3, d, generator=draw).to(device, dtype)
-
-    def loss(q: torch.Tensor) -> torch.Tensor:
-        return nsa(q, k, v, gate_weight=gate_weight, **static).square().sum()
-
-    return loss, q
+def problem(backend: str, device: str = "cpu", case: Case | None = None) -> tuple[Loss, torch.Tensor]:
+    """A loss of q that is not linear in anything, and a q; "operator" is eager's, called by itself."""
+    case = case or (KERNELS if device == "cuda" or backend == "cute" else SMALL)
+    if backend == "operator":
+        (q, *others), static = operator_call(case, device, grads=())
+        return lambda q: OPS.attend(q, *others, **static)[0].square().sum(), q
+    inputs = make_inputs(case, device)
+    given = inputs.tensors() | dict(config=case.config, backend=backend)
+    return lambda q: nsa(**given | dict(q=q)).square().sum(), inputs.q
 
 
 def grad_of_grad(loss: Loss, q: torch.Tensor) -> object:
@@ -69,7 +67,7 @@ REFUSED = "nsa: second derivatives .* are supported by backend='reference' only"
 
 
 ON = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "cute"])
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "cute", "operator"])
 
 
 def stubbed(backend: str, device: str) -> AbstractContextManager:
@@ -87,13 +85,13 @@ def test_second_derivatives_are_refused(way: str, backend: str, device: str) -> 
 @ON
 def test_create_graph_changes_no_bit_of_a_gradient(device: str) -> None:
     """A gradient made so is differentiable in anything that the operator does not see."""
-    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    loss, q = problem("eager" if device == "cpu" else "cute", device, deterministic=True)
+    if device == "cuda":
+        needs_hopper()
+    loss, q = problem("eager") if device == "cpu" else problem("cute", "cuda", FIXED)
     q.requires_grad_()
     (plain,) = torch.autograd.grad(loss(q), q)
     (dq,) = torch.autograd.grad(loss(q), q, create_graph=True)
-    assert torch.equal(dq, plain)
+    assert torch.equal(dq, plain) and torch.equal(torch.func.grad(loss)(q.detach()), plain) and plain.any()
     weight = torch.randn_like(q, requires_grad=True)
     (of_weight,) = torch.autograd.grad((weight * dq).sum(), weight)
     assert torch.equal(of_weight, dq)
@@ -101,38 +99,39 @@ def test_create_graph_changes_no_bit_of_a_gradient(device: str) -> None:
 
 @pytest.mark.parametrize("lengths", [None, (7, 0, 33)], ids=["batch", "packed"])
 def test_func_grad_gives_what_autograd_gives(lengths: tuple[int, ...] | None) -> None:
-    draw = torch.Generator().manual_seed(0)
-    lead = (1, T) if lengths is None else (T,)
-    q, k, v = (torch.randn(*lead, h, D, generator=draw) for h in (HQ, HKV, HKV))
-    weights = torch.randn(HQ, 3, D, generator=draw), torch.randn(HKV, D, D, generator=draw)
-    starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    inputs = make_inputs(Case(T=40, D=8, config=SMALL.config, lengths=lengths, compress_weights=True))
+    given = {name: x.requires_grad_() for name, x in inputs.tensors().items()}
 
-    def loss(q, k, v, gate_weight, w_k):
-        given = dict(gate_weight=gate_weight, compress_k_weight=w_k, cu_seqlens=starts, config=SMALL)
-        return nsa(q, k, v, **given).square().sum()
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(given, tensors, strict=True))
+        return nsa(**named, cu_seqlens=inputs.cu_seqlens, config=SMALL.config).square().sum()
 
-    inputs = [x.requires_grad_() for x in (q, k, v, *weights)]
-    want = torch.autograd.grad(loss(*inputs), inputs)
-    got = torch.func.grad(loss, argnums=tuple(range(5)))(*(x.detach() for x in inputs))
+    want = torch.autograd.grad(loss(*given.values()), list(given.values()))
+    got = torch.func.grad(loss, argnums=tuple(range(len(given))))(*(x.detach() for x in given.values()))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.gpu
-def test_func_grad_on_the_kernels() -> None:
-    loss, q = problem("cute", "cuda", deterministic=True)
-    got = torch.func.grad(loss)(q)
-    (want,) = torch.autograd.grad(loss(q.requires_grad_()), q)
-    assert torch.equal(got, want) and want.any()
-
-
-def test_a_vjp_without_gradients_of_its_own() -> None:
+@pytest.mark.parametrize("backend", ["eager", "operator"])
+def test_a_vjp_without_gradients_of_its_own(backend: str) -> None:
     """It is called outside the transform, whose tensors are no longer alive."""
-    loss, q = problem("eager")
+    loss, q = problem(backend)
     with torch.no_grad():
         _, of_loss = torch.func.vjp(loss, q)
         (got,) = of_loss(torch.ones((), dtype=q.dtype))
     (want,) = torch.autograd.grad(loss(q.requires_grad_()), q)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "operator"])
+def test_the_value_of_an_inner_transform_has_the_outer_derivative(backend: str) -> None:
+    loss, q = problem(backend)
+
+    def value_within(q: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad_and_value(loss)(q)[1]
+
+    assert torch.equal(torch.func.grad(value_within)(q), torch.func.grad(loss)(q))
+    with pytest.raises(NotImplementedError, match="nsa: forward mode"):
+        torch.func.jvp(value_within, (q,), (q,))
 
 
 def is_grads_batched(loss: Loss, q: torch.Tensor) -> object:
@@ -156,6 +155,7 @@ TRANSFORMS = {
     "vmap of grad": ("vmap", lambda loss, q: torch.func.vmap(torch.func.grad(loss))(q[None])),
     "is_grads_batched": ("vmap", is_grads_batched),
     "jacobian": ("vmap", lambda loss, q: functional.jacobian(lambda q: loss(q)[None], q, vectorize=True)),
+    "jacrev": ("vmap", lambda loss, q: torch.func.jacrev(loss)(q)),  # whose vmap begins in backward
     "jvp": ("forward mode", lambda loss, q: torch.func.jvp(loss, (q,), (q,))),
     "jvp of grad": ("forward mode", lambda loss, q: torch.func.jvp(torch.func.grad(loss), (q,), (q,))),
     "jacfwd": ("forward mode", lambda loss, q: torch.func.jacfwd(lambda x: loss(x * q))(q.new_ones(()))),
@@ -174,18 +174,11 @@ def test_vmap_and_forward_mode_are_refused(way: str, backend: str, device: str) 
         ask(*problem(backend, device))
 
 
-def test_jacrev_is_refused() -> None:
-    """Its vmap begins in backward."""
-    loss, q = problem("eager")
-    with pytest.raises(NotImplementedError, match="nsa: vmap"):
-        torch.func.jacrev(loss)(q)
-
-
 def test_a_packing_of_vmap_is_refused() -> None:
-    q, k, v = (torch.randn(T, h, D) for h in (HQ, HKV, HKV))
-    starts = torch.tensor([[0, 10, T], [0, 20, T]], dtype=torch.int32)
+    q, k, v = (torch.randn(40, h, 8) for h in (4, 2, 2))
+    starts = torch.tensor([[0, 10, 40], [0, 20, 40]], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="nsa: vmap"):
-        torch.func.vmap(lambda starts: nsa(q, k, v, cu_seqlens=starts, config=SMALL))(starts)
+        torch.func.vmap(lambda starts: nsa(q, k, v, cu_seqlens=starts, config=SMALL.config))(starts)
 
 
 def test_what_a_transform_does_not_touch_is_left_alone() -> None:

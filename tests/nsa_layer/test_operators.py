@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,218 +10,105 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from layer_calls import Noted, operator_call, starts_of
 from stub_kernels import stubbed_layer
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_layer import NSAConfig, nsa, selected_attention
-from nsa_layer.call_spec import SELECTED_ALONE, CallSpec
-from nsa_layer.config import ListConfig
+from nsa_layer.call_spec import CallTensors
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute import memory_plan
-from nsa_layer.operators import layer, static_arguments
+from nsa_layer.operators import layer
 from nsa_layer.operators.registration import OPS
+from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs
 
 SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
-LENGTHS = (7, 0, 18)
 T, HQ, HKV, D = 25, 4, 2, 8
 OF_SHAPES = ("test_schema", "test_autograd_registration", "test_faketensor")  # where nothing computes numbers
 
 
-class Noted(TorchDispatchMode):
-    """Operators that are called within, with their arguments."""
-
-    def __init__(self, namespace: str = "nsa_layer") -> None:
-        super().__init__()
-        self.calls: list[tuple[torch._ops.OpOverload, tuple, dict]] = []
-        self.namespace = namespace
-
-    @property
-    def names(self) -> list[str]:
-        return [op._opname for op, *_ in self.calls]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == self.namespace:
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def check(op: torch._ops.OpOverload, tensors: Sequence[torch.Tensor | None], static: dict, **how: Any) -> None:
-    """PyTorch's own checks of an operator, and of its backward from one or two outputs that have gradients."""
-    opcheck(op, tuple(tensors), static, **how)
-    outputs = [x for x in op(*tensors, **static) if x.requires_grad][-2:]
+def check(tensors: CallTensors, static: dict, **how: Any) -> None:
+    """PyTorch's own checks of the operator, and of its backward from one or two outputs that have gradients."""
+    opcheck(OPS.attend.default, tuple(tensors), static, **how)
+    outputs = [x for x in OPS.attend(*tensors, **static) if x.requires_grad][-2:]
     leaves = [x for x in tensors if x is not None and x.requires_grad]
+    if not leaves:
+        return
     with Noted() as noted:
         found = torch.autograd.grad(outputs, leaves, [torch.randn_like(x) for x in outputs])
     ((backward, args, more),) = noted.calls
-    assert backward._opname == f"{op._opname}_backward"
+    assert backward._opname == "attend_backward"
     opcheck(backward, tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args), more, **how)
     assert [x.shape for x in found] == [x.shape for x in leaves]
 
 
-def branches(*, packed: bool, grads: str = "qkv", **config: object) -> tuple[tuple, dict]:
-    """Arguments of the operator: weights for keys, and with ``own`` keys and values for the window."""
-    own, config = config.pop("own", False), SMALL.replace(**config)
-    lead = (T,) if packed else (2, T)
-    # Heads come first in memory: the strides are not those of a contiguous tensor.
-    q, k, v, k_win, v_win = (
-        torch.randn(*lead[:-1], h, T, D, dtype=torch.float64).transpose(-2, -3) for h in (HQ, *[HKV] * 4)
-    )
-    weight = torch.randn(HKV, D, D, dtype=torch.float64)
-    for name, x in dict(q=q, k=k, v=v, w=weight, o=k_win).items():
-        x.requires_grad_(name in grads)
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int() if packed else None
-    own = (k_win, v_win) if own else (None, None)
-    tensors = (q, k, v, torch.randn(HQ, 3, D), None, weight, None, None, None, *own, starts, None, None, None)
-    return tensors, static_arguments(CallSpec(config, True, D**-0.5)) | IN_PYTORCH
+BATCH = Case(B=2, T=T, D=D, dtype=torch.float64, config=SMALL, compress_weights=True)
+PACKED = dataclasses.replace(BATCH, lengths=(7, 0, 18))
+SEED = dict(rule="seed", q_tile=16, compress_offset=0, init_blocks=0, local_blocks=0)
+ALONE, SOME = dict(alone=True, lists=2), ("k", "compress_k_weight", "k_win")
 
 
-IN_PYTORCH = dict(backend="eager", heads=None, budget=None, kept=[False] * 3, bound=None, needs_grad=True)
-ON_KERNELS = IN_PYTORCH | dict(backend="cute")
+def other(case: Case, gate: str = "weight", own: tuple[str, ...] = (), **config: object) -> Case:
+    return dataclasses.replace(case, config=case.config.replace(**config), gate=gate, own_keys=own)
 
 
-def of_lists(*tensors: torch.Tensor | None, block_size: int, softmax_scale: float = 0.1) -> tuple[tuple, dict]:
-    """Arguments of the operator for q, k, v, lists, offsets and starts of `selected_attention`."""
-    q, k, v, lists, offset, starts = tensors
-    config = ListConfig(block_size=block_size, q_tile=1, window_size=0)
-    static = static_arguments(CallSpec(config, True, softmax_scale, branches=SELECTED_ALONE))
-    return (q, k, v, *[None] * 8, starts, lists, offset, None), static
-
-
-CASES = {
-    "batch": dict(packed=False),
-    "packed": dict(packed=True),
-    "some gradients": dict(packed=False, grads="kwo", own=True),
-    "packed tiles": dict(packed=True, q_tile=16, grads="q"),
-    "no window": dict(packed=True, window_size=0),
-    "no gradient": dict(
-        packed=False, grads="", rule="seed", q_tile=16, compress_offset=0, init_blocks=0, local_blocks=0
-    ),
+PLAIN = {
+    "batch": (BATCH, dict(grads="qkv")),
+    "packed": (PACKED, dict(grads="qkv")),
+    "some gradients": (other(BATCH, own=("k_win", "v_win")), dict(grads=SOME)),
+    "packed tiles": (other(PACKED, q_tile=16), dict(grads="q")),
+    "no window": (other(PACKED, window_size=0), dict(grads="qkv")),
+    "no gradient": (other(BATCH, **SEED), dict(grads=())),
+    "lists alone": (BATCH, ALONE),
+    "packed lists alone": (PACKED, ALONE),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_pytorch_finds_nothing_wrong_with_plain_pytorch(case: str) -> None:
-    tensors, static = branches(**CASES[case])
-    if case == "no gradient":
-        opcheck(OPS.attend.default, tensors, static)
-    else:
-        check(OPS.attend.default, tensors, static)
+@pytest.mark.parametrize("name", PLAIN)
+def test_pytorch_finds_nothing_wrong_with_plain_pytorch(name: str) -> None:
+    tensors, static = operator_call(PLAIN[name][0], **PLAIN[name][1])
+    if "alone" in name:
+        tensors = tensors._replace(q_offset=torch.zeros(3 if "packed" in name else 2, dtype=torch.int32))
+    check(tensors, static)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_pytorch_finds_nothing_wrong_with_lists_of_a_callers_own(packed: bool) -> None:
-    lead = (T,) if packed else (2, T)
-    q, k, v = (torch.randn(*lead, h, D, dtype=torch.float64, requires_grad=True) for h in (HQ, HKV, HKV))
-    lists = torch.zeros(*lead, HKV, 2, dtype=torch.int32)
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int() if packed else None
-    offset = torch.zeros(3 if packed else 2, dtype=torch.int32)
-    tensors, static = of_lists(q, k, v, lists, offset, starts, block_size=8, softmax_scale=0.5)
-    check(OPS.attend.default, tensors, static | IN_PYTORCH)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_lists_on_the_kernels_have_the_shapes_that_a_graph_expects(packed: bool) -> None:
-    lead = (370,) if packed else (2, 370)
-    inputs = [torch.randn(*lead, h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
-    lists = torch.zeros(*lead, 2, 3, dtype=torch.int32)
-    starts = torch.tensor([0, 300, 300, 370], dtype=torch.int32) if packed else None
-    tensors, static = of_lists(*inputs, lists, None, starts, block_size=64)
-    with stubbed_layer():
-        check(OPS.attend.default, tensors, static | ON_KERNELS, test_utils=OF_SHAPES)
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    tensors, static = branches(packed=False)
-    q, *rest = tensors
-
-    def of(q: torch.Tensor) -> torch.Tensor:
-        return OPS.attend(q, *rest, **static)[0]
-
-    with pytest.raises(NotImplementedError, match="nsa: forward mode"):
-        torch.func.jvp(of, (q.detach(),), (q.detach(),))
-    with pytest.raises(NotImplementedError, match="nsa: vmap"):
-        torch.func.vmap(of)(torch.stack([q.detach()] * 2))
-    (dq,) = torch.autograd.grad(of(q).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="nsa: second derivatives"):
-        dq.sum().backward()
-    with pytest.raises(RuntimeError, match="nsa: second derivatives"):
-        torch.func.grad(lambda q: torch.func.grad(lambda q: of(q).sum())(q).sum())(q.detach())
-    torch.testing.assert_close(torch.func.grad(lambda q: of(q).sum())(q.detach()), dq.detach(), rtol=0, atol=0)
-
-    def value_within(q: torch.Tensor) -> torch.Tensor:  # what the inner transform passes on has the outer derivative
-        return torch.func.grad_and_value(lambda q: of(q).sum())(q)[1]
-
-    torch.testing.assert_close(torch.func.grad(value_within)(q.detach()), dq.detach(), rtol=0, atol=0)
-    with pytest.raises(NotImplementedError, match="nsa: forward mode"):
-        torch.func.jvp(value_within, (q.detach(),), (q.detach(),))
-
-
-def test_starts_are_those_of_the_call() -> None:
-    """A caller may refill its own before backward."""
-    tensors, static = branches(packed=True)
-    starts = tensors[11]
-    made, again = (OPS.attend(*tensors, **static)[0].sum() for _ in range(2))
-    want = torch.autograd.grad(made, tensors[0])
-    starts.copy_(torch.tensor([0, 1, 2, T]))
-    assert torch.equal(torch.autograd.grad(again, tensors[0])[0], want[0])
-
-
-def on_kernels(
-    *, q_tile: int, packed: bool, heads: int, kept: list[bool], gate: str = "weight", **more: bool
-) -> tuple[tuple, dict]:
-    """Arguments of the operator of the kernels; more: "projected", "own" keys and values, lists that are "given", or
-    gradients of "some" tensors alone. Heads come first in memory."""
-    config, lengths = NSAConfig(q_tile=q_tile), (300, 0, 70)
-    lead, tiles, blocks = (2, 370), (2, config.num_tiles(370)), (2, config.compressed_length(370))
-    if packed:
-        lead, tiles, blocks = (370,), *((sum(map(f, lengths)),) for f in (config.num_tiles, config.compressed_length))
-
-    def made(*shape: int, asked: bool = True) -> torch.Tensor | None:
-        x = torch.randn(*shape, dtype=torch.bfloat16)
-        return x.transpose(-2, -3).contiguous().transpose(-2, -3).requires_grad_() if asked else None
-
-    q, k, v = made(*lead, 4, 64), made(*lead, 2, 64), made(*lead, 2, 64)
-    weights = (made(2, 64, 64, asked=more.get("projected", False)) for _ in range(2))
-    own = (made(*of, 2, 64, asked=more.get("own", False)) for of in (blocks, blocks, lead, lead))
-    starts = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
-    lists = torch.zeros(*tiles, 2, 3, dtype=torch.int32) if more.get("given") else None
-    static = dict(static_arguments(CallSpec(config, True, 0.1)), heads=heads, kept=kept)
-    static |= dict(backend="cute", budget=None, bound=None, needs_grad=True)
-    gates = made(4, 3, 64, asked=gate == "weight"), made(*lead, 4, 3, asked=gate == "given")
-    if more.get("some"):
-        q, v = q.detach(), v.detach()
-    return (q, k, v, *gates, *weights, *own, starts, lists, None, None), static
-
-
+ON_KERNELS = dict(B=2, T=370, D=64, dtype=torch.bfloat16)
+TOKENS, TILES = (Case(**ON_KERNELS, config=NSAConfig(q_tile=q_tile)) for q_tile in (1, 128))
+PACK, PACK_OF_TILES = (dataclasses.replace(case, lengths=(300, 0, 70)) for case in (TOKENS, TILES))
+PROJECTED, ALL = dict(compress_weights=True), dict(kept=[True] * 3)
+OWN = other(PACK_OF_TILES, own=OWN_KEYS)
 KERNELS = {
-    "by token": dict(q_tile=1, packed=False, heads=2, kept=[True] * 3),
-    "packed, recomputed": dict(q_tile=1, packed=True, heads=2, kept=[False] * 3, projected=True),
-    "small tiles in groups": dict(q_tile=32, packed=True, heads=1, kept=[False, True, True]),
-    "tiles in groups": dict(q_tile=128, packed=False, heads=1, kept=[True] * 3, projected=True),
-    "packed tiles, own keys": dict(q_tile=128, packed=True, heads=2, kept=[True] * 3, own=True),
-    "given": dict(q_tile=1, packed=True, heads=1, kept=[True] * 3, given=True),
+    "by token": (TOKENS, dict(heads=2, **ALL)),
+    "by token, equal shares": (other(TOKENS, "none"), dict(heads=2, **ALL, grads=("k",))),
+    "packed, recomputed": (dataclasses.replace(PACK, **PROJECTED), dict(heads=2)),
+    "packed, recomputed, gates": (dataclasses.replace(PACK, **PROJECTED, gate="given"), dict(heads=2)),
+    "small tiles in groups": (other(PACK, q_tile=32), dict(heads=1, kept=[False, True, True])),
+    "tiles in groups": (dataclasses.replace(TILES, **PROJECTED), dict(heads=1, **ALL)),
+    "packed tiles, own keys": (OWN, dict(heads=2, **ALL)),
+    "given": (PACK, dict(heads=1, lists=3, **ALL)),
+    "lists alone": (TOKENS, dict(alone=True, lists=3)),
+    "packed lists alone": (PACK, dict(alone=True, lists=3)),
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case, gate", [("by token", "weight"), ("packed, recomputed", "given"), ("packed tiles, own keys", "none")]
-)
-def test_pytorch_finds_nothing_wrong_with_the_kernels(case: str, gate: str) -> None:
-    tensors, static = on_kernels(**KERNELS[case], gate=gate, some=gate == "none")
-    tensors = [None if x is None else x.detach().cuda().requires_grad_(x.requires_grad) for x in tensors]
-    check(OPS.attend.default, tensors, static | dict(deterministic=True))
+def on_kernels(name: str, device: str = "cpu") -> tuple[CallTensors, dict]:
+    case, how = KERNELS[name]
+    return operator_call(case, device, backend="cute", **how)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(name: str) -> None:
+    with stubbed_layer():
+        check(*on_kernels(name), test_utils=OF_SHAPES)
 
 
 @pytest.mark.gpu
-def test_pytorch_finds_nothing_wrong_with_lists_on_the_kernels() -> None:
-    inputs = [torch.randn(2, h, 370, 64, device="cuda").bfloat16().transpose(1, 2) for h in (4, 2, 2)]
-    lists = torch.zeros(2, 370, 2, 3, dtype=torch.int32, device="cuda")
-    tensors, static = of_lists(*(x.requires_grad_() for x in inputs), lists, None, None, block_size=64)
-    check(OPS.attend.default, tensors, static | ON_KERNELS)
+@pytest.mark.parametrize("name", ["by token", "packed, recomputed, gates", "packed tiles, own keys", "lists alone"])
+def test_pytorch_finds_nothing_wrong_with_the_kernels(name: str) -> None:
+    tensors, static = on_kernels(name, "cuda")
+    check(tensors, static | dict(deterministic=True))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +126,7 @@ def test_pytorch_finds_nothing_wrong_with_shards(backend: str) -> None:
             q, k, v = (torch.randn(*lead, h, size, device=device).to(dtype).requires_grad_() for h in (HQ, HKV, HKV))
             more = dict(cp=ContextParallel(dist.group.WORLD, mode="gather"), config=config)
             if packed:
-                starts = torch.tensor([0, 7, 7, tokens], dtype=torch.int32, device=device)
+                starts = starts_of((7, 0, tokens - 7), device)
                 more |= dict(cu_seqlens=starts, block_indices=starts.new_zeros(*lead, HKV, 3))
             with Noted() as noted:
                 nsa(q, k, v, **more).sum().backward()
@@ -257,32 +143,28 @@ def test_pytorch_finds_nothing_wrong_with_shards(backend: str) -> None:
         dist.destroy_process_group()
 
 
-GATES = [*((case, "weight") for case in KERNELS), ("by token", "none"), ("packed, recomputed", "given")]
-
-
-@pytest.mark.parametrize("case, gate", GATES)
-def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(case: str, gate: str) -> None:
-    tensors, static = on_kernels(**KERNELS[case], gate=gate, some=gate == "none")
-    with stubbed_layer():
-        check(OPS.attend.default, tensors, static, test_utils=OF_SHAPES)
+def test_starts_are_those_of_the_call() -> None:
+    """A caller may refill its own before backward."""
+    tensors, static = operator_call(PACKED)
+    made, again = (OPS.attend(*tensors, **static)[0].sum() for _ in range(2))
+    want = torch.autograd.grad(made, tensors.q)
+    tensors.cu_seqlens.copy_(torch.tensor([0, 1, 2, T]))
+    assert torch.equal(torch.autograd.grad(again, tensors.q)[0], want[0])
 
 
 def test_rows_of_packed_calls_on_the_kernels_are_counted_when_they_run() -> None:
     """A graph has no lengths: compressed keys may have more rows, and nothing that kernels read has too few."""
-    for case, at in (("packed tiles, own keys", (7, 8)), ("given", (12,))):
-        tensors, static = on_kernels(**KERNELS[case])
-        few = [x[:-1] if i in at else x for i, x in enumerate(tensors)]
-        with stubbed_layer(), pytest.raises(ValueError, match="k_cmp and v_cmp must have|block_indices must have"):
-            OPS.attend(*few, **static)
-    tensors, static = on_kernels(**KERNELS["packed tiles, own keys"])
-    more = [torch.cat([x, x.new_full((2, *x.shape[1:]), 9)]) if i in (7, 8) else x for i, x in enumerate(tensors)]
+    compressed, lists = ("k_cmp", "v_cmp"), ("block_indices",)
     with stubbed_layer():
-        room = torch.autograd.grad(OPS.attend(*more, **static)[0].sum(), more[7:9])
-    assert all(d.shape == x.shape and not d[-2:].any() for d, x in zip(room, more[7:9]))
-    lists = torch.zeros(369, 2, 3, dtype=torch.int32)
-    tensors, static = of_lists(*tensors[:3], lists, None, tensors[11], block_size=64)
-    with stubbed_layer(), pytest.raises(ValueError, match=r"block_indices must have shape \(370, "):
-        OPS.attend(*tensors, **static, **ON_KERNELS)
+        for case, names in (("packed tiles, own keys", compressed), ("given", lists), ("packed lists alone", lists)):
+            tensors, static = on_kernels(case)
+            few = tensors.map(lambda x: x[:-1], names)
+            with pytest.raises(ValueError, match=r"k_cmp and v_cmp must have|block_indices must have( shape \(370, )?"):
+                OPS.attend(*few, **static)
+        tensors, static = on_kernels("packed tiles, own keys")
+        more = tensors.map(lambda x: torch.cat([x, x.new_full((2, *x.shape[1:]), 9)]), compressed)
+        room = torch.autograd.grad(OPS.attend(*more, **static)[0].sum(), (more.k_cmp, more.v_cmp))
+    assert all(d.shape == x.shape and not d[-2:].any() for d, x in zip(room, (more.k_cmp, more.v_cmp)))
 
 
 def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,10 +224,13 @@ def test_a_plan_of_fake_tensors_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_calls_on_the_kernels_are_operators_where_they_are_seen(packed: bool) -> None:
-    (q, k, v, weight, *_, starts, _, _, _), _ = on_kernels(q_tile=1, packed=packed, heads=2, kept=[])
+    inputs, name = make_inputs(PACK if packed else TOKENS), "attend"
+    q, k, v, starts = *(x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)), inputs.cu_seqlens
     lists = torch.zeros(*q.shape[:-2], 2, 3, dtype=torch.int32)
-    calls = partial(nsa, gate_weight=weight), partial(selected_attention, block_indices=lists, block_size=64)
-    name = "attend"
+    calls = (
+        partial(nsa, gate_weight=inputs.gate_weight),
+        partial(selected_attention, block_indices=lists, block_size=64),
+    )
     with stubbed_layer():
         for call in calls:
             with Noted() as noted:
@@ -362,7 +247,7 @@ def test_calls_on_the_kernels_are_operators_where_they_are_seen(packed: bool) ->
 @pytest.mark.parametrize("room", [False, True])
 @pytest.mark.parametrize("case", ["small tiles in groups", "tiles in groups", "given"])
 def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, static = on_kernels(**KERNELS[case])
+    tensors, static = on_kernels(case)
     left = []
 
     with stubbed_layer():
@@ -395,12 +280,14 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypa
 @pytest.mark.parametrize("packed", [False, True])
 def test_aux_is_that_of_a_call_that_is_not_seen(q_tile: int, packed: bool) -> None:
     """A call on the kernels outside of graphs: its lists have no room for other lengths."""
-    (q, k, v, *_, starts, _, _, _), _ = on_kernels(q_tile=q_tile, packed=packed, heads=2, kept=[])
-    call = partial(nsa, cu_seqlens=starts, config=NSAConfig(q_tile=q_tile), backend="cute", return_aux=True)
+    case = {(1, False): TOKENS, (1, True): PACK, (128, False): TILES, (128, True): PACK_OF_TILES}[q_tile, packed]
+    inputs = make_inputs(case)
+    call = partial(nsa, inputs.q, inputs.k, inputs.v, cu_seqlens=inputs.cu_seqlens, config=case.config)
+    call = partial(call, backend="cute", return_aux=True)
     with stubbed_layer():
-        want = call(q, k, v)[1]
+        want = call()[1]
         with Noted():
-            got = call(q, k, v)[1]
+            got = call()[1]
     got, want = ([getattr(aux, field.name).shape for field in dataclasses.fields(aux)] for aux in (got, want))
     assert got == want
 

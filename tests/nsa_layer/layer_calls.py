@@ -1,0 +1,120 @@
+"""Calls of the layer's operator for tests, and contexts on a GPU: captures, and no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa_layer.call_spec import SELECTED_ALONE, CallTensors
+from nsa_layer.config import ListConfig
+from nsa_layer.operators import static_arguments
+from nsa_tools.testing.cases import Case, make_inputs
+
+Tensor = torch.Tensor
+
+
+def starts_of(lengths: Iterable[int], device: torch.device | str = "cpu") -> Tensor:
+    """cu_seqlens of sequences of these lengths."""
+    return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu").to(device)
+
+
+def operator_call(
+    case: Case,
+    device: str = "cpu",
+    *,
+    backend: str = "eager",
+    grads: Iterable[str] | None = None,
+    lists: int = 0,
+    alone: bool = False,
+    kept: Iterable[bool] = (False,) * 3,
+    **static: Any,
+) -> tuple[CallTensors, dict[str, Any]]:
+    """Tensors and static arguments of `OPS.attend`; heads come first in memory.
+
+    Args:
+        grads: names of tensors that need a gradient; None: all.
+        lists: entries of each list, all of block 0; 0: none are given.
+        alone: the call is one of `selected_attention`.
+        static: other values of static arguments.
+    """
+    inputs, options = make_inputs(case, device), dict(heads=None, budget=None, bound=None, needs_grad=True)
+    tensors, spec = inputs.tensors(), replace(case.spec, lengths=None)
+    tensors = {n: x.transpose(-2, -3).contiguous().transpose(-2, -3) for n, x in tensors.items()}
+    if alone:
+        tensors = {name: tensors[name] for name in "qkv"}
+        config = ListConfig(block_size=case.config.block_size, q_tile=case.config.q_tile, window_size=0)
+        spec = replace(spec, config=config, branches=SELECTED_ALONE)
+    for name, x in tensors.items():
+        x.requires_grad_(grads is None or name in grads)
+    if lists:
+        tiles = list(map(case.config.num_tiles, case.lengths or (case.T,)))
+        lead = (case.B, *tiles) if case.lengths is None else (sum(tiles),)
+        tensors["block_indices"] = torch.zeros(*lead, case.Hkv, lists, dtype=torch.int32, device=device)
+    options |= dict(backend=backend, kept=list(kept)) | static
+    return CallTensors(**tensors, cu_seqlens=inputs.cu_seqlens), static_arguments(spec) | options
+
+
+class Noted(TorchDispatchMode):
+    """Operators of a namespace that are called within, with their arguments."""
+
+    def __init__(self, namespace: str = "nsa_layer") -> None:
+        super().__init__()
+        self.calls: list[tuple[torch._ops.OpOverload, tuple, dict]] = []
+        self.namespace = namespace
+
+    @property
+    def names(self) -> list[str]:
+        return [op._opname for op, *_ in self.calls]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == self.namespace:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def needs_hopper() -> None:
+    """Skip a test on a GPU of what only Hopper's kernels do."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Within, it is an error to wait for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(call: Callable[[], Any], warm: int = 3) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The CUDA graph of a call, and what it returns, after some calls on a side stream, as PyTorch asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Within, PyTorch is told to be deterministic; new tensors are full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
