@@ -13,7 +13,7 @@ import torch
 from fuzz.mutations import Change, always, fault, faults, given, instead
 
 HF = "nsa_layer.integrations.hf"
-RAGGED, MODELS, ATTENTION, CACHE = f"{HF}.ragged", f"{HF}.models", f"{HF}.attention", f"{HF}.cache:NSACacheLayer"
+PACKING, MODELS, ATTENTION, CACHE = f"{HF}.packing", f"{HF}.models", f"{HF}.attention", f"{HF}.cache:NSACacheLayer"
 ATTEND, LAYER, CONVERT = f"{ATTENTION}:nsa_attention_forward", f"{MODELS}:_Attention.forward", f"{HF}.convert"
 KEEPS, REFUSES = "models.conversion keeps", "models.conversion refuses"
 
@@ -40,21 +40,21 @@ def unseen(attribute: str) -> Change:
 
 
 faults(
-    ("padding in front kept", f"{RAGGED}:_of_padding", "models.padding",
+    ("padding in front kept", f"{PACKING}:_of_padding", "models.padding",
      "Padding in front of a row's first token counts as tokens.",
      given(is_token=lambda is_token: is_token.bool().flip(1).cummax(1).values.flip(1))),
-    ("padding of one row", f"{RAGGED}:_of_padding", "models.padding", "All rows have the padding of the first.",
+    ("padding of one row", f"{PACKING}:_of_padding", "models.padding", "All rows have the padding of the first.",
      given(is_token=lambda is_token: is_token[:1].expand_as(is_token))),
     ("option dropped", f"{ATTENTION}:_check_options", "models.settings",
      "Options that sparse attention lacks are dropped.", always(None)),
     ("gates not reset", f"{MODELS}:EqualGates.reset_parameters", "models.start",
      "Gates start as any other layer does.", lambda original: torch.nn.Linear.reset_parameters),
-    ("matrices not reset", f"{MODELS}:NSABranches.reset_parameters", "models.start",
+    ("matrices not reset", "nsa_layer.module:Branches.reset_parameters", "models.start",
      "Matrices of compression have what was in memory.", always(None)),
-    ("jumps start sequences", f"{RAGGED}:_starts", "models.positions",
+    ("jumps start sequences", f"{PACKING}:_starts", "models.positions",
      "A sequence starts where a position does not follow the one before.",
      instead(lambda original, position_ids: position_ids.diff(dim=1) != 1)),
-    ("one sequence of single tokens", f"{RAGGED}:_starts", "models.positions",
+    ("one sequence of single tokens", f"{PACKING}:_starts", "models.positions",
      "A sequence starts only where positions fall, not where 0 follows 0.",
      instead(lambda original, position_ids: position_ids.diff(dim=1) < 0)),
     ("other options reset", f"{MODELS}:nsa_config", "models.part",
@@ -117,57 +117,58 @@ def _parametrized(original: Callable, layer: Any, *args: Any, nsa_options: dict,
     return original(layer, *args, nsa_options=kept, **more)
 
 
-@fault("padding is not a number", f"{RAGGED}:Ragged.unpack", "models.padding anywhere")
+@fault("padding is not a number", f"{PACKING}:BatchPacking.unpack", "models.padding anywhere")
 @instead
-def _not_a_number(original: Callable, ragged: Any, x: torch.Tensor, B: int, T: int) -> torch.Tensor:
+def _not_a_number(original: Callable, packing: Any, x: torch.Tensor) -> torch.Tensor:
     """Columns without a token have the softmax of nothing."""
-    is_token = original(ragged, torch.ones_like(x), B, T) > 0
-    return original(ragged, x, B, T).masked_fill(~is_token, float("nan"))
+    is_token = original(packing, torch.ones_like(x)) > 0
+    return original(packing, x).masked_fill(~is_token, float("nan"))
 
 
 @fault("no gradient of padding alone", f"{ATTENTION}:_attend", "models.padding alone")
 @instead
-def _no_gradient(original: Callable, q: Any, k: Any, v: Any, ragged: Any, *args: Any) -> Any:
+def _no_gradient(original: Callable, q: Any, *args: Any, **options: Any) -> Any:
     """A batch without tokens is not connected to any parameter."""
-    o = original(q, k, v, ragged, *args)
-    return o if ragged is None or ragged.cu_seqlens[-1] else o.detach()
+    o = original(q, *args, **options)
+    return o if len(q) else o.detach()
 
 
-@fault("ended turn kept", f"{RAGGED}:Ragged.kept", "models.padding anywhere")
+@fault("ended turn kept", f"{PACKING}:BatchPacking.kept", "models.padding anywhere")
 @instead
-def _ended(original: Callable, ragged: Any, before: Any, columns: int) -> tuple[int, ...]:
+def _ended(original: Callable, packing: Any, before: Any, columns: int) -> tuple[int, ...]:
     """The cache keeps what the mask of a next turn hides behind a row's last token."""
-    original(ragged, before, columns)
+    original(packing, before, columns)
     hidden = 0 if before is None else before[:, :columns].logical_not().sum(1)
-    return tuple((torch.full((len(ragged.is_token),), columns) - hidden).tolist())
+    return tuple((torch.full(packing.shape[:1], columns) - hidden).tolist())
 
 
-@fault("ended turn refused", f"{RAGGED}:Ragged.kept", "models.padding anywhere")
+@fault("ended turn refused", f"{PACKING}:BatchPacking.kept", "models.padding anywhere")
 @instead
-def _refused(original: Callable, ragged: Any, before: Any, columns: int) -> tuple[int, ...]:
+def _refused(original: Callable, packing: Any, before: Any, columns: int) -> tuple[int, ...]:
     """A mask that hides any cached token is an error."""
-    shown = ragged.is_token[:, :columns]
+    shown = torch.ones(packing.shape[0], columns) if packing.is_token is None else packing.is_token[:, :columns]
     if before is not None and not shown[:, : before.shape[1]].equal(before[:, :columns]):
         raise ValueError("attention_mask must be that of the cached tokens")
-    return original(ragged, before, columns)
+    return original(packing, before, columns)
 
 
 @fault("padding counted in front", f"{ATTENTION}:_attend_to_cached", "models.padding anywhere")
 @instead
-def _in_front(original: Callable, q: Any, k: Any, v: Any, ragged: Any, *args: Any) -> Any:
+def _in_front(original: Callable, q: Any, k: Any, v: Any, packing: Any, **options: Any) -> Any:
     """All padding among cached tokens counts as if it stood in front of them."""
-    if ragged is not None:
-        ragged = replace(ragged, is_token=ragged.is_token.int().sort(dim=1).values.bool())
-    return original(q, k, v, ragged, *args)
+    if packing.is_token is not None:
+        packing = replace(packing, is_token=packing.is_token.int().sort(dim=1).values.bool())
+    return original(q, k, v, packing, **options)
 
 
 @fault("cache of another batch", f"{CACHE}.attend", "models.caches")
 @instead
 def _another_batch(original: Callable, layer: Any, *args: Any, gates: Any = None, **more: Any) -> Any:
     """A cache that is reset goes on with as many rows as it had."""
-    rows = len(layer.cache.cache_seqlens) if layer.cache is not None else len(args[0])
-    args = [x[:rows] if isinstance(x, torch.Tensor) else x for x in args]
-    return original(layer, *args, gates=None if gates is None else gates[:rows], **more)
+    *tensors, packing = args
+    rows = len(layer.cache.cache_seqlens) if layer.cache is not None else packing.shape[0]
+    tensors, packing = [x[:rows] for x in tensors], replace(packing, shape=(rows, packing.shape[1]))
+    return original(layer, *tensors, packing, gates=None if gates is None else gates[:rows], **more)
 
 
 @fault("cache of fewer layers", LAYER, "models.caches")

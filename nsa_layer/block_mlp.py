@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nsa_layer.compress import compress
 from nsa_layer.config import NSAConfig
+
+# `compressed` for "k_cmp" and "v_cmp" with their networks or weights: (x, lengths, starts) -> compressed tokens of x.
+Compressors = Mapping[str, Callable[..., torch.Tensor]]
 
 
 class BlockMLP(nn.Module):
@@ -59,7 +64,7 @@ class BlockMLP(nn.Module):
 
 def compressed(
     x: torch.Tensor,
-    lengths: tuple[int, ...] | None,
+    lengths: tuple[int, ...] | None = None,
     starts: torch.Tensor | None = None,
     *,
     network: BlockMLP | None,
@@ -75,12 +80,16 @@ def compressed(
         network: in place of the mean and the projection by weight [Hkv, D, D].
     """
     static = dict(network=network, weight=weight, config=config)
-    if lengths is None and starts is not None:
-        return compressed(_packed_blocks(x, starts, config), None, **static).squeeze(1)
     if lengths is not None:
-        parts = (x_i.unsqueeze(0) for x_i in x.split(lengths))
-        return torch.cat([compressed(part, None, **static)[0] for part in parts])
+        return torch.cat([compressed(part.unsqueeze(0), **static)[0] for part in x.split(lengths)])
+    if starts is not None:
+        return compressed(_packed_blocks(x, starts, config), **static).squeeze(1)
     return (compress(x, weight, config=config) if network is None else network(x)).to(x.dtype)
+
+
+def compress_blocks(compressors: Compressors, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Compressed keys and values of blocks: [blocks, span, Hkv, D] -> [blocks, Hkv, D]."""
+    return [f(x).squeeze(1) for f, x in zip(compressors.values(), (k, v), strict=True)]
 
 
 def _packed_blocks(x: torch.Tensor, starts: torch.Tensor, config: NSAConfig) -> torch.Tensor:

@@ -11,10 +11,10 @@ from torch import nn
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
-from nsa_layer.block_mlp import BlockMLP, compressed
+from nsa_layer.block_mlp import BlockMLP, Compressors, compress_blocks, compressed
 from nsa_layer.caches.nsa_cache import NSACache
 from nsa_layer.call_spec import Aux
-from nsa_layer.checks import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested
+from nsa_layer.checks import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
 from nsa_layer.context_parallel.halo import compress_shard
@@ -35,15 +35,57 @@ class EqualGates(nn.Linear):
             nn.init.zeros_(parameter)
 
 
-def gates_of_input(gate: str, dim: int, num_heads: int, **placed: Any) -> nn.Module | None:
-    """A network from x [.., dim] to scores of gates [.., 3 * Hq]; None where gates are of q."""
-    if gate != "input":
-        return EqualGates(dim, 3 * num_heads, **placed) if gate == "linear" else None
-    hidden = max(1, dim // 4)
-    return nn.Sequential(nn.Linear(dim, hidden, **placed), nn.GELU(), EqualGates(hidden, 3 * num_heads, **placed))
+class Branches(nn.Module):
+    """Gates and compression, which `NSAttention` and the attention of models of transformers have in common.
+
+    Subclasses have ``networks``, those for "k_cmp" and "v_cmp" that compress blocks in place of means, or none.
+    """
+
+    def _add_branches(
+        self, dim: int, Hq: int, Hkv: int, D: int, Dv: int, config: NSAConfig, gate: str, compression: str, **at: Any
+    ) -> dict[str, BlockMLP]:
+        """Add all parameters but those of the networks, which are returned; ``at``: device, dtype."""
+        self.config, self.num_heads = config, Hq
+        self.gate_mlp = EqualGates(dim, 3 * Hq, **at) if gate == "linear" else None
+        if gate == "input":
+            hidden = max(1, dim // 4)
+            last = EqualGates(hidden, 3 * Hq, **at)
+            self.gate_mlp = nn.Sequential(nn.Linear(dim, hidden, **at), nn.GELU(), last)
+        shapes = dict(gate_weight=(Hq, 3, D), compress_k_weight=(Hkv, D, D), compress_v_weight=(Hkv, Dv, Dv))
+        for name, shape in shapes.items():
+            needed = gate == "query" if name == "gate_weight" else compression == "linear"
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **at)) if needed else None)
+        sizes = dict(k_cmp=D, v_cmp=Dv) if compression == "mlp" else {}
+        return {name: BlockMLP(Hkv, size, config=config, **at) for name, size in sizes.items()}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set a weight of gates to 0 and matrices of compression to the identity, but none that transformers loaded."""
+        for weight in (self.gate_weight, self.compress_k_weight, self.compress_v_weight):
+            if weight is not None and not getattr(weight, "_is_hf_initialized", False):
+                weight.zero_()
+                if weight is not self.gate_weight:
+                    weight.diagonal(dim1=-2, dim2=-1).fill_(1)
+
+    def gates_of(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """Gates of x [.., dim], or the weight that makes them of q, as `nsa` takes them."""
+        gates = None if self.gate_mlp is None else self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
+        return dict(gate_weight=self.gate_weight, gates=gates)
+
+    def compress_weights(self) -> dict[str, torch.Tensor | None]:
+        """The matrices of compression, as `nsa` takes them."""
+        return dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
+
+    def compressors(self) -> Compressors:
+        """Functions that compress blocks outside of `nsa`, by networks or means and matrices."""
+        weights, networks = self.compress_weights().values(), dict(self.networks.items())
+        return {
+            name: partial(compressed, network=networks.get(name), weight=weight, config=self.config)
+            for name, weight in zip(("k_cmp", "v_cmp"), weights)
+        }
 
 
-class NSAttention(nn.Module):
+class NSAttention(Branches):
     """Self-attention with Native Sparse Attention in place of dense attention.
 
     The gates start at 1/2 each, the matrices of ``compression="linear"`` at the identity. With ``compression="mlp"``,
@@ -95,9 +137,8 @@ class NSAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(dim, num_heads, num_kv_heads, head_dim, head_dim_v)
-        if not isinstance(config, NSAConfig):
-            raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+        _check_sizes(dim, num_heads, num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
+        require_config(config)
         for name, value, known in (("compression", compression, COMPRESSIONS), ("gate", gate, GATES)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
@@ -108,32 +149,25 @@ class NSAttention(nn.Module):
             raise TypeError(f"backend must be a string or None, got {backend!r}")
         if not isinstance(memory, MemoryPolicy):
             raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-        self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
+        self.dim, self.num_kv_heads = dim, num_kv_heads
         self.head_dim = D = dim // num_heads if head_dim is None else head_dim
         self.head_dim_v = Dv = D if head_dim_v is None else head_dim_v
-        self.config, self.rope, self.backend, self.memory = config, rope, backend, memory
+        self.rope, self.backend, self.memory = rope, backend, memory
         self.compression, self.kv_per_branch, self.gate = compression, kv_per_branch, gate
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, num_heads * D, **options)
         self.k_proj = nn.Linear(dim, num_kv_heads * D, **options)
         self.v_proj = nn.Linear(dim, num_kv_heads * Dv, **options)
         self.o_proj = nn.Linear(num_heads * Dv, dim, **options | {"bias": bias if o_bias is None else o_bias})
-        placed = {"device": device, "dtype": dtype}
         self.branch_proj = None
         if kv_per_branch:
             sizes = dict(k_cmp=D, v_cmp=Dv) | (dict(k_win=D, v_win=Dv) if config.window_size else {})
             each = {name: nn.Linear(dim, num_kv_heads * size, **options) for name, size in sizes.items()}
             self.branch_proj = nn.ModuleDict(each)
-        self.gate_mlp = gates_of_input(gate, dim, num_heads, **placed)
-        weight = torch.empty(num_heads, 3, D, **placed) if gate == "query" else None
-        self.register_parameter("gate_weight", None if weight is None else nn.Parameter(weight))
-        for name, size in (("compress_k_weight", D), ("compress_v_weight", Dv)):
-            weight = torch.empty(num_kv_heads, size, size, **placed) if compression == "linear" else None
-            self.register_parameter(name, None if weight is None else nn.Parameter(weight))
-        networks = compression == "mlp"
-        self.compress_k = BlockMLP(num_kv_heads, D, config=config, **placed) if networks else None
-        self.compress_v = BlockMLP(num_kv_heads, Dv, config=config, **placed) if networks else None
-        self._reset_own_parameters()
+        where = dict(device=device, dtype=dtype)
+        networks = self._add_branches(dim, num_heads, num_kv_heads, D, Dv, config, gate, compression, **where)
+        self.compress_k, self.compress_v = networks.get("k_cmp"), networks.get("v_cmp")
+        super().reset_parameters()
         self.cp: ContextParallel | None = None
 
     def set_context_parallel(self, cp: Any, *, mode: str = "auto", load_balance: str | None = "zigzag") -> None:
@@ -157,15 +191,11 @@ class NSAttention(nn.Module):
         for part in self.modules():
             if isinstance(part, (nn.Linear, BlockMLP)):
                 part.reset_parameters()
-        self._reset_own_parameters()
+        super().reset_parameters()
 
-    @torch.no_grad()
-    def _reset_own_parameters(self) -> None:
-        if self.gate_weight is not None:
-            self.gate_weight.zero_()
-        for weight in (self.compress_k_weight, self.compress_v_weight):
-            if weight is not None:
-                weight.copy_(torch.eye(weight.shape[-1], device=weight.device, dtype=weight.dtype))
+    @property
+    def networks(self) -> dict[str, BlockMLP]:
+        return {} if self.compress_k is None else dict(k_cmp=self.compress_k, v_cmp=self.compress_v)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *found: list[str]
@@ -210,9 +240,8 @@ class NSAttention(nn.Module):
         """
         check = partial(self._check_input, x, cu_seqlens, positions)
         if self.cp is not None:
-            check_same_on_all_ranks(
-                self.cp, [check], x=x, cu_seqlens=cu_seqlens, config=self.config, cache=cache is not None
-            )
+            compared = dict(x=x, cu_seqlens=cu_seqlens, config=self.config, cache=cache is not None)
+            check_same_on_all_ranks(self.cp, [check], **compared)
         check()
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens, causal, return_aux)
@@ -221,99 +250,54 @@ class NSAttention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
-        own = {}
+        branches = {}  # keys and values by branch, k_cmp and v_cmp not yet compressed
         if self.branch_proj is not None:
-            own = {name: f(x).unflatten(-1, (self.num_kv_heads, -1)) for name, f in self.branch_proj.items()}
+            branches = {name: f(x).unflatten(-1, (self.num_kv_heads, -1)) for name, f in self.branch_proj.items()}
         if self.rope is not None:
-            names = [name for name in own if name[0] == "k"]
-            keys = torch.cat([k, *map(own.get, names)], dim=-2) if own else k
             if positions is None:
                 positions = _count_positions(x, cu_seqlens, None if cache is None else cache.cache_seqlens, self.cp)
-            q, k = self.rope(q, keys, positions)
-            if own:
-                k, *of_branches = k.split(self.num_kv_heads, dim=-2)
-                own |= zip(names, of_branches)
-        gates = None
-        if self.gate_mlp is not None:
-            gates = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
+            names = [name for name in branches if name[0] == "k"]
+            q, keys = self.rope(q, torch.cat([k, *map(branches.get, names)], dim=-2) if branches else k, positions)
+            k, *others = keys.split(self.num_kv_heads, dim=-2) if branches else (keys,)
+            branches |= zip(names, others)
+        gates = self.gates_of(x)
+        inside = not branches and not self.networks  # `nsa` compresses
         if cache is not None:
-            given = dict(gate_weight=self.gate_weight, gates=gates, backend=self.backend)
-            given |= dict(cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
-            if self.compress_k is None and not own:
-                given |= dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
-            else:
-                given["compress"] = self._compress_blocks
-            if own:
-                given["sources"] = own.pop("k_cmp"), own.pop("v_cmp")
-            return self.o_proj(cache.attend(q, k, v, **own, **given).flatten(-2))
-        attended = nsa(
-            q,
-            k,
-            v,
-            config=self.config,
-            gate_weight=self.gate_weight,
-            gates=gates,
-            **self._compressed(q, k, v, own, cu_seqlens),
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            causal=causal,
-            backend=self.backend,
-            memory=self.memory,
-            cp=self.cp,
-            return_aux=return_aux,
-        )
-        o, aux = attended if return_aux else (attended, None)
+            if branches:
+                branches["sources"] = branches.pop("k_cmp"), branches.pop("v_cmp")
+            compress = partial(compress_blocks, self.compressors())
+            branches |= self.compress_weights() if inside else dict(compress=compress)
+            given = dict(cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, backend=self.backend)
+            return self.o_proj(cache.attend(q, k, v, **gates, **branches, **given).flatten(-2))
+        sources = branches.get("k_cmp", k), branches.get("v_cmp", v)
+        branches |= self.compress_weights() if inside else self._compressed(q, *sources, cu_seqlens)
+        static = dict(config=self.config, causal=causal, backend=self.backend, memory=self.memory, cp=self.cp)
+        given = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_aux=return_aux)
+        attended = nsa(q, k, v, **gates, **branches, **static, **given)
+        o, *aux = attended if return_aux else (attended,)
         out = self.o_proj(o.flatten(-2))
-        return (out, aux) if return_aux else out
+        return (out, *aux) if return_aux else out
 
     def _compressed(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        own: dict[str, torch.Tensor],
-        cu_seqlens: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor | None]:
-        """The arguments of `nsa` that compression makes, and the branches' own keys and values."""
-        weights = dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
-        if self.compress_k is None and not own:
-            return weights
-        if cu_seqlens is None:
-            lengths = None
-        elif self.cp is None:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Compressed keys and values of the tokens k and v, this rank's."""
+        lengths, compressors = None, self.compressors().items()
+        if self.cp is not None:
+            lengths = None if cu_seqlens is None else whole_lengths(cu_seqlens, k, self.cp)
+            shard = partial(compress_shard, lengths=lengths, cp=self.cp, config=self.config)
+            return {name: shard(x, compress=f) for (name, f), x in zip(compressors, (k, v))}
+        if cu_seqlens is not None:
             read = not leaves_starts_on_gpu(self.backend, cu_seqlens, q)
             lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "x", read=read)
-        else:
-            lengths = whole_lengths(cu_seqlens, k, self.cp)
-
-        def compress(x: torch.Tensor, network: BlockMLP | None, weight: torch.Tensor | None) -> torch.Tensor:
-            static = dict(network=network, weight=weight, config=self.config)
-            if self.cp is None:
-                return compressed(x, lengths, cu_seqlens, **static)
-            return compress_shard(x, lengths, self.cp, partial(compressed, **static), config=self.config)
-
-        made = {
-            name: compress(own.get(name, x), network, weight)
-            for name, x, network, weight in zip(
-                ("k_cmp", "v_cmp"), (k, v), (self.compress_k, self.compress_v), weights.values()
-            )
-        }
-        return own | made
-
-    def _compress_blocks(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compressed keys and values of blocks: [blocks, span, Hkv, D] -> [blocks, Hkv, D]."""
-        networks, weights = (self.compress_k, self.compress_v), (self.compress_k_weight, self.compress_v_weight)
-        static = [dict(network=f, weight=weight, config=self.config) for f, weight in zip(networks, weights)]
-        return tuple(compressed(x, None, **how).squeeze(1) for x, how in zip((k, v), static))
+        return {name: f(x, lengths, cu_seqlens) for (name, f), x in zip(compressors, (k, v))}
 
     def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, positions: torch.Tensor | None) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         refuse_nested("x", x)
-        layout, dims = (
-            ("[B, T, dim]", 3) if cu_seqlens is None else ("packed [total, dim], since cu_seqlens is given", 2)
-        )
-        if x.dim() != dims or x.shape[-1] != self.dim:
+        layout = "[B, T, dim]" if cu_seqlens is None else "packed [total, dim], since cu_seqlens is given,"
+        if x.dim() != 2 + (cu_seqlens is None) or x.shape[-1] != self.dim:
             raise ValueError(f"x must be {layout} with dim={self.dim}, got shape {tuple(x.shape)}")
         if type(self.q_proj) is nn.Linear:  # the weights of others, quantized ones for instance, say nothing of x
             weight = self.q_proj.weight
@@ -333,27 +317,25 @@ class NSAttention(nn.Module):
     ) -> None:
         if not isinstance(cache, NSACache):
             raise TypeError(f"cache must be an NSACache or None, got {type(cache).__name__}")
-        own_window, own_sources = "k_win_cache" in cache.caches, bool(cache.sources)
-        if (own_window, own_sources) != (self.kv_per_branch and bool(self.config.window_size), self.kv_per_branch):
-            raise ValueError(
-                f"cache must have own_window and own_sources like the layer's kv_per_branch={self.kv_per_branch}, "
-                f"got own_window={own_window} and own_sources={own_sources}"
-            )
-        if cache.config != self.config:
-            raise ValueError(f"cache must be of the layer's config {self.config}, got {cache.config}")
         if self.cp is not None:
             raise NotImplementedError("cache on a layer that shares sequences: set_context_parallel(None) before")
         if causal is not True or return_aux:
             raise ValueError(f"cache needs causal=True and return_aux=False, got {causal!r} and {return_aux!r}")
-        sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        if sequences != len(cache.lengths):
-            raise ValueError(f"cache must have x's {sequences} sequences, got {len(cache.lengths)}")
         k, v = cache.caches["k_cache"], cache.caches["v_cache"]
         dtype = autocast.dtype_in_force(x.device) or x.dtype
-        wanted = dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=dtype)
-        for (name, value), own in zip(wanted.items(), (*k.shape[-2:], v.shape[-1], k.dtype), strict=True):
-            if own != value:
-                raise ValueError(f"cache must have the layer's {name}, {value}, got {own}")
+        has_window = self.kv_per_branch and bool(self.config.window_size)
+        for name, needed, value in (
+            ("config", self.config, cache.config),
+            ("own_window", has_window, "k_win_cache" in cache.caches),
+            ("own_sources", self.kv_per_branch, bool(cache.sources)),
+            ("sequences", x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, len(cache.lengths)),
+            ("num_kv_heads", self.num_kv_heads, k.shape[-2]),
+            ("head_dim", self.head_dim, k.shape[-1]),
+            ("head_dim_v", self.head_dim_v, v.shape[-1]),
+            ("dtype", dtype, k.dtype),
+        ):
+            if value != needed:
+                raise ValueError(f"cache must have {name}={needed}, as the layer and x, got {value}")
 
     def extra_repr(self) -> str:
         parts = [f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]
@@ -364,29 +346,23 @@ class NSAttention(nn.Module):
         return ", ".join(parts)
 
 
-def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, head_dim_v: int | None) -> None:
-    for name, size in dict(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads).items():
+def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, **head_dims: int | None) -> None:
+    sizes = dict(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    for name, size in (sizes | {name: size for name, size in head_dims.items() if size is not None}).items():
         require_int(name, size, least=1)
-    for name, size in dict(head_dim=head_dim, head_dim_v=head_dim_v).items():
-        if size is not None:
-            require_int(name, size, least=1)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
-    if head_dim is None and dim % num_heads:
+    if head_dims["head_dim"] is None and dim % num_heads:
         raise ValueError(f"num_heads must divide dim where head_dim is None, got num_heads={num_heads}, dim={dim}")
 
 
 def _count_positions(
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    before: torch.Tensor | None = None,
-    cp: ContextParallel | None = None,
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, before: torch.Tensor | None, cp: ContextParallel | None
 ) -> torch.Tensor:
-    """Positions within each sequence: int64 [T] or [total]; computed on the device, without a synchronisation.
+    """Positions within each sequence, int64 [T] or [total], of this rank's tokens; nothing waits for the device.
 
     Args:
         before: [sequences], tokens of each sequence ahead of x; a batch's positions are [B, T] then.
-        cp: x is this rank's part.
     """
     index = torch.arange(x.shape[-2], device=x.device) if cp is None else cp.positions(x.shape[-2], x.device)
     if cu_seqlens is None:

@@ -38,7 +38,7 @@ from nsa_layer.caches import eager_step
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, NSAModelCache, convert_to_nsa
 from nsa_layer.integrations.hf.cache import NSACacheLayer
 from nsa_layer.integrations.hf.models import CACHE
-from nsa_layer.integrations.hf.ragged import of_positions
+from nsa_layer.integrations.hf.packing import of_positions
 
 pytestmark = pytest.mark.xdist_group("hf")
 
@@ -366,7 +366,7 @@ def test_a_model_compiles_whole(own: bool, packed: bool) -> None:
 
 def test_a_compiled_graph_says_that_positions_start_anew() -> None:
     compiled = torch.compile(of_positions, fullgraph=True, backend="aot_eager")
-    assert compiled(torch.arange(9)[None], 1, 9) is None
+    assert compiled(torch.arange(9)[None], 1, 9).cu_seqlens is None
     with pytest.raises(RuntimeError, match="by cu_seq_lens_q alone"):
         compiled(torch.cat((torch.arange(4), torch.arange(5)))[None], 1, 9)
 

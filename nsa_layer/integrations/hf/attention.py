@@ -14,15 +14,15 @@ from transformers.utils import TransformersKwargs
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
-from nsa_layer.block_mlp import BlockMLP, compressed
+from nsa_layer.block_mlp import Compressors
 from nsa_layer.caches.kvcache import nsa_with_kvcache
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.cache import NSACacheLayer
-from nsa_layer.integrations.hf.ragged import Ragged, of_positions
+from nsa_layer.integrations.hf.packing import BatchPacking, of_positions
 from nsa_layer.selected import selected_attention
 
 Tensor = torch.Tensor
-Networks = Mapping[str, BlockMLP]
+NONE: Compressors = {}
 CHANGES_RESULT = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "attention_bias", "alibi", "indices")
 CHANGES_RESULT += ("head_mask", "score_mod", "block_table", "output_attentions", "dropout", "is_causal=False")
 OF_FORWARD = {*TransformersKwargs.__annotations__, "use_cache", "cache_position"}  # of the model, no matter here
@@ -33,12 +33,11 @@ def nsa_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Ragged | None,
+    attention_mask: BatchPacking | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
     nsa_options: Mapping[str, object] | None = None,
-    nsa_networks: Networks | None = None,
     nsa_cache: NSACacheLayer | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
@@ -55,9 +54,9 @@ def nsa_attention_forward(
         value: [B, Hkv, S, Dv].
         attention_mask: from `nsa_mask`.
         scaling: factor of q . k.
-        nsa_options: config, gates and weights by their names in `nsa`. None: branches count 1/3 each, and config has
-            the fields that are in ``module.config.nsa``, if that is there; backend is ``module.config.nsa_backend``.
-        nsa_networks: "k_cmp" and "v_cmp", which compress blocks in place of means.
+        nsa_options: config, gates and weights by their names in `nsa`, and "compressors" for "k_cmp" and "v_cmp". None:
+            branches count 1/3 each, and config has the fields of ``module.config.nsa``. The backend is
+            ``module.config.nsa_backend``. Where the configuration lacks either, defaults.
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
         max_length_q: an upper bound of their lengths, an integer of Python, NumPy or PyTorch.
@@ -76,33 +75,38 @@ def nsa_attention_forward(
     """
     causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
     _check_options(options | {"dropout": dropout or None, "is_causal=False": not causal})
-    ragged, networks = attention_mask, nsa_networks or {}
-    if ragged is not None and not isinstance(ragged, Ragged):
-        raise NotImplementedError(f'attention "nsa" with a mask of shape {tuple(ragged.shape)}, not [B, T]')
+    if not isinstance(attention_mask, (BatchPacking, type(None))):
+        raise NotImplementedError(f'attention "nsa" with a mask of shape {tuple(attention_mask.shape)}, not [B, T]')
     q, k, v = autocast.cast(*(x.transpose(1, 2) for x in (query, key, value)))
+    whole = nsa_cache is None and k.shape[1] == q.shape[1]
+    packing = attention_mask or BatchPacking(tuple(q.shape[:2]))
     if cu_seq_lens_q is not None:
-        if nsa_cache is not None or k.shape[1] > q.shape[1] or ragged is not None:
+        if not whole or attention_mask is not None:
             raise ValueError("cu_seq_lens_q is for sequences without a cache or padding")
-        ragged = Ragged(None, cu_seq_lens_q)
-    elif ragged is None and nsa_cache is None and k.shape[1] == q.shape[1]:
-        ragged = of_positions(position_ids, *q.shape[:2])
-    how = dict(softmax_scale=scaling, backend=getattr(module.config, "nsa_backend", None))
+        packing = BatchPacking(packing.shape, cu_seq_lens_q)
+    elif whole and attention_mask is None:
+        packing = of_positions(position_ids, *packing.shape)
+    static = dict(softmax_scale=scaling, backend=getattr(module.config, "nsa_backend", None))
     if block_indices is not None:
         if nsa_options is not None or not hasattr(module, "indexer"):
             raise NotImplementedError("block_indices of a model with gates, or without module.indexer.block_size")
-        if ragged is not None and (ragged.is_token is None or (ragged.is_token.int().diff(dim=1) > 0).any()):
+        if not packing.starts_at_0:
             raise NotImplementedError("block_indices of packed sequences, or with padding in front of tokens")
         lists, block_size = block_indices.transpose(1, 2).int(), module.indexer.block_size
-        return selected_attention(q, k, v, lists, block_size=block_size, **how), None
-    given = {"config": nsa_config(getattr(module.config, "nsa", None))} if nsa_options is None else dict(nsa_options)
-    given |= how
+        return selected_attention(q, k, v, lists, block_size=block_size, **static), None
+    given = dict(nsa_options or dict(config=nsa_config(getattr(module.config, "nsa", None))), **static)
+    q = packing.pack(q)
+    if given.get("gates") is not None:
+        given["gates"] = packing.pack(given["gates"])
     if nsa_cache is not None:
-        return nsa_cache.attend(q, k, v, ragged, networks=networks, **given), None
-    if k.shape[1] > q.shape[1]:
-        return _attend_to_cached(q, k, v, ragged, networks, given), None
-    if cu_seq_lens_q is not None:
-        given["max_seqlen"] = None if max_length_q is None else index(max_length_q)
-    return _attend(q, k, v, ragged, networks, given), None
+        o = nsa_cache.attend(q, packing.pack(k), packing.pack(v), packing, **given)
+    elif not whole:
+        o = _attend_to_cached(q, k, v, packing, **given)
+    else:
+        if cu_seq_lens_q is not None and max_length_q is not None:
+            given["max_seqlen"] = index(max_length_q)
+        o = _attend(q, packing.pack(k), packing.pack(v), packing, **given)
+    return packing.unpack(o), None
 
 
 def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSAConfig:
@@ -139,49 +143,35 @@ def _warn_of(name: str) -> None:
     warnings.warn(f'attention "nsa" ignores the option {name}', stacklevel=2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None, networks: Networks, given: dict) -> Tensor:
-    """Whole sequences: [B, T, Hq, D] -> [B, T, Hq, Dv]."""
-    B, T = q.shape[:2]
-    lengths, starts = None, None
-    if ragged is not None:
-        q, k, v = map(ragged.pack, (q, k, v))
-        if "gates" in given:
-            given["gates"] = ragged.pack(given["gates"])
-        if not len(q):  # nothing but padding: zeros with a gradient of all parameters, which other ranks wait for
-            used = [q, k, v, *given.values(), *(x for network in networks.values() for x in network.parameters())]
-            zero = sum(x.flatten()[:0].sum() for x in used if isinstance(x, Tensor))
-            return q.new_zeros(B, T, q.shape[1], v.shape[-1]) + zero
-        starts = given["cu_seqlens"] = ragged.cu_seqlens
-        if networks and not torch.compiler.is_compiling():
-            lengths = tuple(starts.diff().tolist())
-    for name, network in networks.items():
-        of = dict(network=network, weight=None, config=given["config"])
-        given[name] = compressed(k if name == "k_cmp" else v, lengths, starts, **of)
-    o = nsa(q, k, v, **given)
-    return o if ragged is None else ragged.unpack(o, B, T)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, packing: BatchPacking, *, compressors: Compressors = NONE, **options: object
+) -> Tensor:
+    """Whole sequences: [B, T, Hq, D] -> [B, T, Hq, Dv], or packed."""
+    lengths, options["cu_seqlens"] = None, packing.cu_seqlens
+    if compressors and packing.cu_seqlens is not None and not torch.compiler.is_compiling():
+        lengths = tuple(packing.cu_seqlens.diff().tolist())
+    options |= {name: f(x, lengths, packing.cu_seqlens) for (name, f), x in zip(compressors.items(), (k, v))}
+    if not len(q):  # nothing but padding: no rows, with a gradient of all parameters, which other ranks wait for
+        zero = sum(x.flatten()[:0].sum() for x in (q, k, v, *options.values()) if isinstance(x, Tensor))
+        return q.new_zeros(0, q.shape[-2], v.shape[-1]) + zero
+    return nsa(q, k, v, **options)
 
 
 def _attend_to_cached(
-    q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None, networks: Networks, given: dict
+    q: Tensor, k: Tensor, v: Tensor, packing: BatchPacking, *, compressors: Compressors = NONE, **options: object
 ) -> Tensor:
-    """The last T tokens of sequences whose keys and values transformers has cached: k is [B, S, Hkv, D]."""
-    if networks:
+    """The last tokens of sequences whose keys and values transformers has cached: k is [B, S, Hkv, D]."""
+    if compressors:
         raise NotImplementedError("compression by a network with a cache of transformers' own: use NSAModelCache")
-    (B, T), S, device = q.shape[:2], k.shape[1], q.device
+    if not len(q):
+        return q.new_zeros(0, q.shape[-2], v.shape[-1])
+    (B, S), device = k.shape[:2], k.device
     lengths = torch.full((B,), S, dtype=torch.int32, device=device)
-    if ragged is not None:
-        is_token = ragged.is_token.to(device)
+    if packing.is_token is not None:
+        is_token = packing.is_token.to(device)
         lengths, tokens_first = is_token.sum(1).int(), is_token.logical_not().argsort(dim=1, stable=True)
         k, v = (x[torch.arange(B, device=device)[:, None], tokens_first] for x in (k, v))
-    packed = ragged is not None and ragged.places is not None
-    if packed:
-        q, given["cu_seqlens_q"] = ragged.pack(q), ragged.cu_seqlens
-        if "gates" in given:
-            given["gates"] = ragged.pack(given["gates"])
-        if not len(q):
-            return q.new_zeros(B, T, q.shape[-2], v.shape[-1])
-    o = nsa_with_kvcache(q, k, v, cache_seqlens=lengths, **given)
-    return ragged.unpack(o, B, T) if packed else o
+    return nsa_with_kvcache(q, k, v, cache_seqlens=lengths, cu_seqlens_q=packing.cu_seqlens, **options)
 
 
 AttentionInterface.register("nsa", nsa_attention_forward)

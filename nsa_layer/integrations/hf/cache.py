@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from nsa_layer.block_mlp import BlockMLP
+from nsa_layer.block_mlp import Compressors, compress_blocks
 from nsa_layer.caches.kvcache import nsa_with_kvcache
 from nsa_layer.caches.nsa_cache import LastingTensors, NSACache
 from nsa_layer.config import NSAConfig
-from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged
+from nsa_layer.integrations.hf.packing import BatchPacking
 
 Tensor = torch.Tensor
 ROOM = 256  # tokens, where nobody says how many there will be
@@ -43,68 +43,60 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        ragged: Ragged | None,
+        packing: BatchPacking,
         *,
         config: NSAConfig,
-        networks: Mapping[str, BlockMLP],
-        gates: Tensor | None = None,
+        compressors: Compressors,
         **options: object,
     ) -> Tensor:
         """Append the keys and values of q's tokens, and attend to all.
 
         Args:
-            q: [B, T, Hq, D].
-            k: [B, T, Hkv, D].
-            v: [B, T, Hkv, Dv].
-            ragged: from `nsa_mask`.
-            networks: "k_cmp" and "v_cmp", which compress blocks in place of means.
-            gates: [B, T, Hq, 3].
+            q: [B, T, Hq, D], or as packing packs it; k and v too, v with Dv.
+            compressors: for "k_cmp" and "v_cmp", or none: blocks have means.
             options: of `nsa_with_kvcache`.
 
         Returns:
-            [B, T, Hq, Dv], 0 at padding.
+            [B, T, Hq, Dv] or [total, Hq, Dv].
 
         Raises:
             ValueError: rows hold several sequences, or they or config are not those of the calls before.
         """
-        B, T = q.shape[:2]
+        B, T = packing.shape
         if self.cache is not None and (B, config) != (rows := len(self.cache.cache_seqlens), self.cache.config):
             raise ValueError(f"the cache is of {rows} rows and {self.cache.config}, got {B} and {config}: make another")
         is_step = self.is_compileable and T == 1 and self.is_initialized
-        if not is_step or ragged is not None:
-            self._prepare(k, v, ragged, config)
-        packed = ragged is not None and ragged.places is not None
-        if is_step and not packed:
-            return self._step(q, k, v, networks, config=config, gates=gates, **options)
-        if packed:
-            q, k, v = map(ragged.pack, (q, k, v))
-            gates = None if gates is None else ragged.pack(gates)
-            options["cu_seqlens_q"] = ragged.cu_seqlens
-        if networks:
-            options["compress"] = lambda *of: [f(x).squeeze(1) for f, x in zip(networks.values(), of, strict=True)]
+        if not is_step or packing.is_token is not None:
+            self._prepare(k, v, packing, config)
+        if is_step and packing.cu_seqlens is None:
+            return self._step(q, k, v, compressors, **options)
+        if compressors:
+            options["compress"] = partial(compress_blocks, compressors)
         if len(q):
-            o = self.cache.attend(q, k, v, gates=gates, **options)
+            o = self.cache.attend(q, k, v, cu_seqlens_q=packing.cu_seqlens, **options)
         else:
             o = q.new_zeros(0, q.shape[-2], v.shape[-1])
         self._columns += T
-        if self.is_compileable:
-            self._padding.fill_(self._columns - self.cache.lengths[0])
-        return ragged.unpack(o, B, T) if packed else o
+        self._store_padding()
+        return o
 
-    def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, networks: Mapping[str, BlockMLP], *, config: NSAConfig, **options: object
-    ) -> Tensor:
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, compressors: Compressors, **options: object) -> Tensor:
         """`attend` of a token in each row, by what is on the device alone."""
-        lengths, self._is_counted = self.cache.cache_seqlens, False
-        for name, new in dict(k_cmp=k, v_cmp=v).items() if networks else ():
-            # Of the last tokens, whether they are a block or not: what is none is not read.
-            before = lengths[:, None] + torch.arange(1 - config.span, 0, device=lengths.device)
+        cache, lengths, self._is_counted = self.cache, self.cache.cache_seqlens, False
+        for (name, compress), new in zip(compressors.items(), (k, v)):
+            # Of the last tokens, whether they complete a block or not: what belongs to no block is not read.
+            before = lengths[:, None] + torch.arange(1 - cache.config.span, 0, device=lengths.device)
             rows = torch.arange(len(lengths), device=lengths.device)[:, None]
-            tokens = self.cache.caches[f"{name[0]}_cache"][rows, before.clamp(min=0)]
-            options[name] = networks[name](torch.cat((tokens, new), dim=1)).to(new.dtype)
-        o = nsa_with_kvcache(q, k=k, v=v, **self.cache.caches, cache_seqlens=lengths, config=config, **options)
+            tokens = cache.caches[f"{name[0]}_cache"][rows, before.clamp(min=0)]
+            options[name] = compress(torch.cat((tokens, new), dim=1))
+        o = nsa_with_kvcache(q, k=k, v=v, **cache.caches, cache_seqlens=lengths, config=cache.config, **options)
         lengths += 1
         return o
+
+    def _store_padding(self) -> None:
+        """Keep the padding of row 0 where steps find it."""
+        if self._padding is not None:
+            self._padding.fill_(self._columns - self.cache.lengths[0])
 
     def _count(self) -> None:
         """Read lengths that steps have left on the device."""
@@ -112,26 +104,23 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
             self.cache.read_lengths()
             self._columns, self._is_counted = self.cache.lengths[0] + int(self._padding), True
 
-    def _prepare(self, k: Tensor, v: Tensor, ragged: Ragged | None, config: NSAConfig) -> None:
-        """Make room for the tokens of k [B, T, Hkv, D], and take the mask; cached ones that it hides are removed."""
-        B, T, Hkv, D = k.shape
+    def _prepare(self, k: Tensor, v: Tensor, packing: BatchPacking, config: NSAConfig) -> None:
+        """Make a cache for the tokens of k, or the present one large enough; cached tokens that are hidden now go."""
+        B, T = packing.shape
         if self.cache is None:
-            room, sizes = max(self.max_cache_len, T), dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
-            self.cache, self.is_initialized = NSACache(B, room, Hkv, D, config=config, **sizes), True
+            sizes = dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
+            self.cache = NSACache(B, max(self.max_cache_len, T), *k.shape[-2:], config=config, **sizes)
+            self.is_initialized = True
             if self.is_compileable:
                 with torch.inference_mode(False):
                     self._padding = torch.zeros(1, dtype=torch.int32, device=k.device)
                 for x in (*self.cache.caches.values(), self.cache.cache_seqlens, self._padding):
                     torch._dynamo.mark_static_address(x)  # a CUDA graph writes to them in place
         self._count()
-        kept = (self._columns,) * B if ragged is None else ragged.kept(self._is_token, self._columns)
-        if kept != self.cache.lengths:
-            if ragged is None:
-                raise ValueError(NOT_THE_CACHED)
+        if (kept := packing.kept(self._is_token, self._columns)) != self.cache.lengths:
             self.cache.crop(kept)
-            if self.is_compileable:
-                self._padding.fill_(self._columns - kept[0])
-        self._is_token = None if ragged is None else ragged.is_token
+            self._store_padding()
+        self._is_token = packing.is_token
         if self._columns + T > self.cache.max_seqlen and not self.is_compileable:
             self.cache.grow(max(self._columns + T, 2 * self.cache.max_seqlen))
 
@@ -198,8 +187,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
                 later = max(0, columns - self._is_token.shape[1])
                 left = (self._is_token[:, :columns].sum(1) + later).tolist()
             self.cache.crop(left)
-            if self._padding is not None:
-                self._padding.fill_(columns - self.cache.lengths[0])
+            self._store_padding()
 
 
 class NSAModelCache(Cache):

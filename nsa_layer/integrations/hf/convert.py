@@ -8,27 +8,12 @@ from inspect import unwrap
 
 import torch
 from torch import nn
-from transformers import (
-    LlamaForCausalLM,
-    LlamaModel,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-)
+from transformers import PreTrainedModel
 
+from nsa_layer.checks import require_config
 from nsa_layer.config import NSAConfig
-from nsa_layer.integrations.hf import models
+from nsa_layer.integrations.hf.models import SPARSE, NSABranches
 
-SPARSE = {
-    LlamaForCausalLM: models.NSALlamaForCausalLM,
-    LlamaModel: models.NSALlamaModel,
-    Qwen2ForCausalLM: models.NSAQwen2ForCausalLM,
-    Qwen2Model: models.NSAQwen2Model,
-    Qwen3ForCausalLM: models.NSAQwen3ForCausalLM,
-    Qwen3Model: models.NSAQwen3Model,
-}
 NOT_KEPT = ("model_type", "architectures", "transformers_version")
 # Of the dense model alone: accelerate's forward of mixed precision, compiled steps, and names in the file it is of.
 NOT_SHARED = ("_modules", "config", "forward", "_original_forward")
@@ -61,8 +46,7 @@ def convert_to_nsa(
         names = ", ".join(sorted(dense.__name__ for dense in SPARSE))
         raise NotImplementedError(f"convert_to_nsa takes {names}, got {type(model).__name__}")
     sparse = SPARSE[type(model)]
-    if not isinstance(config, NSAConfig):
-        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    require_config(config)
     if getattr(model, "hf_quantizer", None) is not None:
         raise NotImplementedError("convert_to_nsa of a quantized model: convert it first")
     if any(hasattr(part, "_hf_hook") for part in model.modules()):
@@ -103,7 +87,7 @@ def _share(sparse: nn.Module, dense: nn.Module, name: str) -> None:
             vars(sparse)[key] = copy(value) if isinstance(value, dict) else value
     for key, child in dense.named_children():
         part = getattr(sparse, key)
-        if any(isinstance(inner, models.NSABranches) for inner in part.modules()):
+        if any(isinstance(inner, NSABranches) for inner in part.modules()):
             _share(part, child, f"{name}.{key}")
         else:
             setattr(sparse, key, child)

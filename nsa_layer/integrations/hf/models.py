@@ -18,15 +18,13 @@ from transformers import (
     LlamaForCausalLM,
     LlamaModel,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Model,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
-)
-from transformers import (
-    initialization as init,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
@@ -35,53 +33,37 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from nsa_layer.block_mlp import BlockMLP
 from nsa_layer.integrations.hf.attention import nsa_attention_forward, nsa_config
 from nsa_layer.integrations.hf.cache import NSAModelCache
-from nsa_layer.integrations.hf.ragged import Ragged
-from nsa_layer.module import COMPRESSIONS, GATES, EqualGates, gates_of_input
+from nsa_layer.integrations.hf.packing import BatchPacking
+from nsa_layer.module import COMPRESSIONS, GATES, Branches, EqualGates
 from nsa_layer.support import BACKENDS
 
 Tensor = torch.Tensor
+SPARSE: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}  # by class of the dense model
 START = 4.0  # sigmoid(4) = 0.982
 KNOWN = dict(nsa_gate=GATES, nsa_compression=COMPRESSIONS, nsa_backend=(None, *BACKENDS))
 # The cache among the arguments of models: "cache" since transformers 5.24.
 CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
-class NSABranches(nn.Module):
-    """Gates and compression of a layer, as in `NSAttention`: the gates start at 1/2, matrices at the identity."""
+class NSABranches(Branches):
+    """Gates and compression of a layer, as in `NSAttention`."""
 
     def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
         super().__init__()
-        dim, Hq, Hkv, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim
-        self.num_heads, self.config = Hq, nsa_config(config.nsa)
         self.fixed = {name: deepcopy(getattr(config, name)) for name in ("nsa", "nsa_gate", "nsa_compression")}
-        self.gate_mlp = gates_of_input(config.nsa_gate, dim, Hq)
-        weight = nn.Parameter(torch.empty(Hq, 3, D)) if config.nsa_gate == "query" else None
-        self.register_parameter("gate_weight", weight)
-        for name in ("compress_k_weight", "compress_v_weight"):
-            weight = nn.Parameter(torch.empty(Hkv, D, D)) if config.nsa_compression == "linear" else None
-            self.register_parameter(name, weight)
-        self.networks = nn.ModuleDict()
-        if config.nsa_compression == "mlp":
-            made = {name: BlockMLP(Hkv, D, config=self.config) for name in ("k_cmp", "v_cmp")}
-            self.networks = nn.ModuleDict(made)
-
-    def reset_parameters(self) -> None:
-        """Set a weight of gates to 0 and matrices of compression to the identity; parts have functions of their own."""
-        if self.gate_weight is not None:
-            init.zeros_(self.gate_weight)
-        for weight in (self.compress_k_weight, self.compress_v_weight):
-            if weight is not None:
-                init.copy_(weight, torch.eye(weight.shape[-1]).to(weight).expand_as(weight))
+        heads, sizes = (config.num_attention_heads, config.num_key_value_heads), (head_dim, head_dim)
+        kinds = nsa_config(config.nsa), config.nsa_gate, config.nsa_compression
+        networks = self._add_branches(config.hidden_size, *heads, *sizes, *kinds)
+        self.networks = nn.ModuleDict(networks)
 
     @torch.no_grad()
     def start_selected(self) -> None:
         """Set the gates by input to nearly 1 for the selected branch, and nearly 0 for the others."""
-        start = torch.tensor([-START, START, -START]).repeat(self.num_heads)
         *_, last = self.gate_mlp.modules()
-        last.bias.copy_(start)
+        last.bias.copy_(torch.tensor([-START, START, -START]).repeat(self.num_heads))
 
     def forward(
-        self, layer: nn.Module, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Ragged | None, **options: object
+        self, layer: nn.Module, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BatchPacking | None, **options: object
     ) -> Tensor:
         """`nsa_attention_forward` of a layer with input x [B, T, dim], with gates and compression of this module.
 
@@ -91,12 +73,9 @@ class NSABranches(nn.Module):
         for name, value in self.fixed.items():
             if (now := getattr(layer.config, name)) != value:
                 raise ValueError(f"config.{name} must be that of the model when it was made, {value!r}, got {now!r}")
-        names = ("gate_weight", "compress_k_weight", "compress_v_weight")
-        given = {"config": self.config} | {name: getattr(self, name) for name in names}
-        if self.gate_mlp is not None:
-            given["gates"] = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
-        options |= dict(nsa_options=given, nsa_networks=dict(self.networks.items()))
-        return nsa_attention_forward(layer, q, k, v, mask, **options)[0]
+        own = dict(config=self.config, compressors=self.compressors() if self.networks else {})
+        own |= self.gates_of(x) | self.compress_weights()
+        return nsa_attention_forward(layer, q, k, v, mask, nsa_options=own, **options)[0]
 
 
 class _Attention:
@@ -110,7 +89,7 @@ class _Attention:
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Ragged | None = None,
+        attention_mask: BatchPacking | None = None,
         **options: object,
     ) -> tuple[Tensor, None]:
         if self.config._attn_implementation != "nsa":
@@ -219,83 +198,37 @@ class _Fields:
         super().__setattr__(name, value)
 
 
-class NSALlamaConfig(_Fields, LlamaConfig):
-    """`LlamaConfig`, and ``nsa``, fields of `NSAConfig`; ``nsa_gate`` and ``nsa_compression`` as in `NSAttention`."""
+def _family(
+    name: str,
+    config: type[PreTrainedConfig],
+    attention: type[nn.Module],
+    decoder: type[PreTrainedModel],
+    language_model: type[PreTrainedModel],
+) -> tuple[type[PreTrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]:
+    """The sparse configuration, decoder and language model of a family, which auto classes know from now on."""
 
-    model_type = "nsa_llama"
+    def subclass(mixin: type, dense: type, **values: object) -> type:
+        about = f"`{dense.__name__}` with Native Sparse Attention."
+        values |= dict(__module__=__name__, __doc__=about)
+        return type(dense.__name__.replace(name, f"NSA{name}", 1), (mixin, dense), values)
 
-
-class NSALlamaAttention(_Attention, LlamaAttention):
-    """`LlamaAttention`, sparse."""
-
-
-class NSALlamaModel(_Model, LlamaModel):
-    """`LlamaModel` with `NSALlamaAttention`."""
-
-    config_class = NSALlamaConfig
-    attention = NSALlamaAttention
-
-
-class NSALlamaForCausalLM(_CausalLM, LlamaForCausalLM):
-    """`LlamaForCausalLM` with `NSALlamaModel`."""
-
-    config_class = NSALlamaConfig
-    decoder = NSALlamaModel
-
-
-class NSAQwen2Config(_Fields, Qwen2Config):
-    """`Qwen2Config`, and what `NSALlamaConfig` adds."""
-
-    model_type = "nsa_qwen2"
+    sparse_config = subclass(_Fields, config, model_type=f"nsa_{config.model_type}")
+    sparse_attention = subclass(_Attention, attention)
+    sparse_decoder = subclass(_Model, decoder, config_class=sparse_config, attention=sparse_attention)
+    sparse_model = subclass(_CausalLM, language_model, config_class=sparse_config, decoder=sparse_decoder)
+    AutoConfig.register(sparse_config.model_type, sparse_config)
+    AutoModel.register(sparse_config, sparse_decoder)
+    AutoModelForCausalLM.register(sparse_config, sparse_model)
+    SPARSE.update({decoder: sparse_decoder, language_model: sparse_model})
+    return sparse_config, sparse_decoder, sparse_model
 
 
-class NSAQwen2Attention(_Attention, Qwen2Attention):
-    """`Qwen2Attention`, sparse."""
-
-
-class NSAQwen2Model(_Model, Qwen2Model):
-    """`Qwen2Model` with `NSAQwen2Attention`."""
-
-    config_class = NSAQwen2Config
-    attention = NSAQwen2Attention
-
-
-class NSAQwen2ForCausalLM(_CausalLM, Qwen2ForCausalLM):
-    """`Qwen2ForCausalLM` with `NSAQwen2Model`."""
-
-    config_class = NSAQwen2Config
-    decoder = NSAQwen2Model
-
-
-class NSAQwen3Config(_Fields, Qwen3Config):
-    """`Qwen3Config`, and what `NSALlamaConfig` adds."""
-
-    model_type = "nsa_qwen3"
-
-
-class NSAQwen3Attention(_Attention, Qwen3Attention):
-    """`Qwen3Attention`, sparse."""
-
-
-class NSAQwen3Model(_Model, Qwen3Model):
-    """`Qwen3Model` with `NSAQwen3Attention`."""
-
-    config_class = NSAQwen3Config
-    attention = NSAQwen3Attention
-
-
-class NSAQwen3ForCausalLM(_CausalLM, Qwen3ForCausalLM):
-    """`Qwen3ForCausalLM` with `NSAQwen3Model`."""
-
-    config_class = NSAQwen3Config
-    decoder = NSAQwen3Model
-
-
-for _config, _model, _causal in (
-    (NSALlamaConfig, NSALlamaModel, NSALlamaForCausalLM),
-    (NSAQwen2Config, NSAQwen2Model, NSAQwen2ForCausalLM),
-    (NSAQwen3Config, NSAQwen3Model, NSAQwen3ForCausalLM),
-):
-    AutoConfig.register(_config.model_type, _config)
-    AutoModel.register(_config, _model)
-    AutoModelForCausalLM.register(_config, _causal)
+NSALlamaConfig, NSALlamaModel, NSALlamaForCausalLM = _family(
+    "Llama", LlamaConfig, LlamaAttention, LlamaModel, LlamaForCausalLM
+)
+NSAQwen2Config, NSAQwen2Model, NSAQwen2ForCausalLM = _family(
+    "Qwen2", Qwen2Config, Qwen2Attention, Qwen2Model, Qwen2ForCausalLM
+)
+NSAQwen3Config, NSAQwen3Model, NSAQwen3ForCausalLM = _family(
+    "Qwen3", Qwen3Config, Qwen3Attention, Qwen3Model, Qwen3ForCausalLM
+)
