@@ -86,13 +86,13 @@ faults(
     ("expanded output", "nsa_layer.cached_call:_refuse_overlap", WRONG,
      "An expanded output fails when it is written, after the caches are.",
      instead(lambda original, name, x: None if name == "out" else original(name, x))),
-    ("validate not passed on", "nsa_layer.caches.nsa_cache:NSACache.attend", STEPS,
+    ("validate not passed on", "nsa_layer.kvcache.nsa_cache:NSACache.attend", STEPS,
      "`NSACache.attend` has the option and checks nothing.",
      instead(lambda original, *args, validate=False, **more: original(*args, **more))),
-    ("cache of inference mode", "nsa_layer.caches.nsa_cache:NSACache.__init__", STEPS,
+    ("cache of inference mode", "nsa_layer.kvcache.nsa_cache:NSACache.__init__", STEPS,
      "A cache that is made under inference mode cannot be written to outside of it.",
      lambda original: original.__wrapped__),
-    ("graph cut", "nsa_layer.caches.operator:refuse_gradients", "caches.no gradient",
+    ("graph cut", "nsa_layer.kvcache.operator:refuse_gradients", "caches.no gradient",
      "Cached tokens cut the graph without an error.", instead(lambda original, call, o, lses: (o, lses))),
     ("blocks of any length", "nsa_layer.config:NSAConfig.__post_init__", "options.good",
      "Blocks may be as long as positions go.", without("tokens, got")),
@@ -164,7 +164,7 @@ def _alone(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     original(cp, checks, **more)
 
 
-@fault("no copy on write", "nsa_layer.caches.nsa_cache:_Pages.reserve", STEPS)
+@fault("no copy on write", "nsa_layer.kvcache.nsa_cache:_Pages.reserve", STEPS)
 @instead
 def _copy(original: Callable, pages: Any, spans: Any) -> None:
     """A page that several sequences have is written to by each."""
@@ -173,7 +173,7 @@ def _copy(original: Callable, pages: Any, spans: Any) -> None:
     pages.users = [max(before, now) for before, now in zip(users, pages.users)]
 
 
-@fault("copy of inference mode", "nsa_layer.caches.nsa_cache:LastingTensors.__deepcopy__", STEPS)
+@fault("copy of inference mode", "nsa_layer.kvcache.nsa_cache:LastingTensors.__deepcopy__", STEPS)
 @instead
 def _copied(original: Callable, cache: Any, memo: dict) -> Any:
     """A copy that is made under inference mode cannot be written to outside of it."""

@@ -174,7 +174,7 @@ def query_lengths(call: CachedCall, *, backend: str | None, validate: bool) -> t
         return (call.q.shape[1],) * call.q.shape[0]
     leave = not validate and leaves_starts_on_gpu(backend, call.cu_seqlens_q, call.q)
     if leave:
-        from nsa_layer.cute.cached import goes_in_parts
+        from nsa_layer.cute.kvcache import goes_in_parts
 
         leave = not goes_in_parts(call)
     return check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q", read=not leave)

@@ -12,7 +12,6 @@ from torch import nn
 from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.block_mlp import BlockMLP, Compressors, compress_blocks, compressed
-from nsa_layer.caches.nsa_cache import NSACache
 from nsa_layer.call_spec import Aux
 from nsa_layer.checks import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
@@ -21,6 +20,7 @@ from nsa_layer.context_parallel.halo import compress_shard
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.host_numbers import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
+from nsa_layer.kvcache.nsa_cache import NSACache
 
 COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input", "linear")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -174,7 +174,7 @@ def make_call(call: Signature) -> None:
         tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
         if call.plan is not None:
             return _make(CallTensors(**tensors), call)
-        from nsa_layer.cute.cached import step
+        from nsa_layer.cute.kvcache import step
 
         cached, memory = CachedCall(**tensors, config=call.spec.config), MemoryPolicy(budget=sys.maxsize)
         step(cached, call.spec.lengths, call.spec.softmax_scale, memory=memory)

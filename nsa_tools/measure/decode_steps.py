@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.caches.kvcache import nsa_with_kvcache
+from nsa_layer.kvcache.api import nsa_with_kvcache
 from nsa_tools.measure.timing import captured, interleaved
 from nsa_tools.shape import Shape
 

@@ -20,21 +20,21 @@ BEHIND = 5
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch on the CPU in place of the kernels; what may be NaN, since nothing reads it, is anything."""
     pytest.importorskip("cutlass")
-    from nsa_layer.cute import cached, head_groups
+    from nsa_layer.cute import head_groups, kvcache
 
-    monkeypatch.setattr(cached, "find_places", find_places)
-    monkeypatch.setattr(cached, "append", append)
-    monkeypatch.setattr(cached, "complete_blocks", complete_blocks)
-    monkeypatch.setattr(cached, "takes_pages", lambda *_, **__: True)
-    monkeypatch.setattr(cached, "gather", gather)
-    monkeypatch.setattr(cached, "clear", clear)
-    monkeypatch.setattr(cached, "pool", pool)
-    monkeypatch.setattr(cached, "blank_rows", blank_rows)
+    monkeypatch.setattr(kvcache, "locate", locate)
+    monkeypatch.setattr(kvcache, "append", append)
+    monkeypatch.setattr(kvcache, "complete_blocks", complete_blocks)
+    monkeypatch.setattr(kvcache, "takes_pages", lambda *_, **__: True)
+    monkeypatch.setattr(kvcache, "gather", gather)
+    monkeypatch.setattr(kvcache, "clear", clear)
+    monkeypatch.setattr(kvcache, "pool", pool)
+    monkeypatch.setattr(kvcache, "invalidate_rows", invalidate_rows)
     monkeypatch.setattr(head_groups, "infer", infer)
-    monkeypatch.setattr(cached, "readable", lambda x: x)
+    monkeypatch.setattr(kvcache, "readable", lambda x: x)
 
 
-def find_places(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_table, span, stride, window, adds):
+def locate(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_table, span, stride, window, adds):
     def count(n: int) -> int:
         return max(0, (n - span) // stride + 1)
 
@@ -67,37 +67,43 @@ def _spots(cache: torch.Tensor, table: torch.Tensor | None, b: int, first: int, 
     return (b, at) if table is None else (table[b].long()[at // cache.shape[1]], at % cache.shape[1])
 
 
-def append(x, caches, tables, places, starts=(None, None), *, behind=""):
-    from nsa_layer.kernels.cache_rows.locate import Field
+def append(x, caches, tables, slots, starts=(None, None), *, behind=""):
+    from nsa_layer.kernels.cache_rows.locate import CacheSlots
 
     for i, (own, cache) in enumerate(zip(x, caches)):
-        fields = (Field.CMP_FIRST, Field.CMP_NEW, Field.CMP_END) if i >= 4 else (Field.FIRST, Field.NEW, Field.END)
-        for b, (first, count, end) in enumerate(zip(*(places[field].tolist() for field in fields))):
+        fields = (
+            (CacheSlots.CMP_FIRST, CacheSlots.CMP_NEW, CacheSlots.CMP_END)
+            if i >= 4
+            else (CacheSlots.FIRST, CacheSlots.NEW, CacheSlots.END)
+        )
+        for b, (first, count, end) in enumerate(zip(*(slots[field].tolist() for field in fields))):
             if cache is not None and own is not None:
                 cache[_spots(cache, tables[i // 4], b, first, count)] = _rows(own, starts[i // 4], b)[:count]
-            if cache is not None and behind and places[Field.NEW, b]:
+            if cache is not None and behind and slots[CacheSlots.NEW, b]:
                 rows = BEHIND if behind == "rows" else -end % cache.shape[1]
                 rows = min(rows, cache.shape[1] - end) if tables[i // 4] is None else rows
                 cache[_spots(cache, tables[i // 4], b, end, rows)] = 0
 
 
-def complete_blocks(caches, compressed, tables, places, *, block_size, stride, most):
-    from nsa_layer.kernels.cache_rows.locate import Field
+def complete_blocks(caches, compressed, tables, slots, *, block_size, stride, most):
+    from nsa_layer.kernels.cache_rows.locate import CacheSlots
 
     config = SMALL.replace(compress_size=block_size, compress_stride=stride, block_size=block_size)
     for cache, to in zip(caches, compressed):
         if to is None:
             continue
-        for b, (first, count, source) in enumerate(places[[Field.CMP_FIRST, Field.CMP_NEW, Field.SOURCE]].T.tolist()):
+        for b, (first, count, source) in enumerate(
+            slots[[CacheSlots.CMP_FIRST, CacheSlots.CMP_NEW, CacheSlots.SOURCE]].T.tolist()
+        ):
             assert count <= most
             if count:
                 tokens = cache[_spots(cache, tables[0], b, source, (count - 1) * stride + block_size)]
                 to[_spots(to, tables[1], b, first, count)] = compress.mean_pool(tokens[None], config=config)[0]
 
 
-def gather(caches, x, table, places, fields, cu_seqlens):
+def gather(caches, x, table, slots, fields, cu_seqlens):
     for own, cache in zip(x, caches):
-        for b, (first, count) in enumerate(zip(*(places[field].tolist() for field in fields))):
+        for b, (first, count) in enumerate(zip(*(slots[field].tolist() for field in fields))):
             if cache is not None:
                 rows = _rows(own, cu_seqlens, b)
                 rows[...] = torch.nan
@@ -105,12 +111,12 @@ def gather(caches, x, table, places, fields, cu_seqlens):
                 rows[count : count + BEHIND] = 0
 
 
-def clear(x, places, first, cu_seqlens=None):
-    from nsa_layer.kernels.cache_rows.locate import Field
+def clear(x, slots, first, cu_seqlens=None):
+    from nsa_layer.kernels.cache_rows.locate import CacheSlots
 
     for own in x:
-        for b, at in enumerate(places[first].tolist()):
-            if own is not None and places[Field.NEW, b]:
+        for b, at in enumerate(slots[first].tolist()):
+            if own is not None and slots[CacheSlots.NEW, b]:
                 _rows(own, cu_seqlens, b)[at : at + BEHIND] = 0
 
 
@@ -129,10 +135,10 @@ def pool(k, v, *, block_size, stride, k_dtypes, v_dtype, cu_seqlens=None, cu_blo
     return () if k is None else (means(k),), means(v)
 
 
-def blank_rows(o, lses, places, cu_seqlens):
-    from nsa_layer.kernels.cache_rows.locate import Field
+def invalidate_rows(o, lses, slots, cu_seqlens):
+    from nsa_layer.kernels.cache_rows.locate import CacheSlots
 
-    for b in places[Field.BLANK].nonzero().flatten().tolist():
+    for b in slots[CacheSlots.INVALID].nonzero().flatten().tolist():
         _rows(o, cu_seqlens, b)[...] = torch.nan
         for lse in lses:
             _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
@@ -192,9 +198,9 @@ def test_variants(emulated: None, compressed: bool, name: str) -> None:
 
 
 def test_few_bytes_hold_a_sequence_at_a_time(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_layer.cute import cached
+    from nsa_layer.cute import kvcache
 
-    monkeypatch.setattr(cached, "WORKSPACE", 1)
+    monkeypatch.setattr(kvcache, "WORKSPACE", 1)
     Caches(make_inputs(VARIANTS["gates given"]), True).finish(CUTS["ragged"], "cute")
 
 
@@ -219,27 +225,27 @@ def test_lengths_that_are_on_the_gpu_alone(
 def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
     emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nsa_layer.cute import cached
+    from nsa_layer.cute import kvcache
 
     monkeypatch.setattr(cached_call, "leaves_starts_on_gpu", lambda *_: True)
     given = contiguous(S=512)
     given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=torch.tensor([0, 20, 40]).int())
     anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * CachedCall(**given).bytes_of_room
     for workspace, more, read in ((whole, anew, False), (whole - 1, anew, True), (whole - 1, {}, False), (1, {}, True)):
-        monkeypatch.setattr(cached, "WORKSPACE", workspace)
+        monkeypatch.setattr(kvcache, "WORKSPACE", workspace)
         lengths, _ = check_call(CachedCall(**given | more), backend="cute", validate=False)
         assert (lengths is not None) == read, (workspace, more)
-    monkeypatch.setattr(cached, "takes", lambda *_: True)  # decode's kernels copy nothing
+    monkeypatch.setattr(kvcache, "takes", lambda *_: True)  # decode's kernels copy nothing
     assert check_call(CachedCall(**given), backend="cute", validate=False)[0] is None
 
 
 def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulated: None) -> None:
-    from nsa_layer.cute import cached
+    from nsa_layer.cute import kvcache
 
     given, packed = contiguous(), {name: contiguous()[name].flatten(0, 1) for name in "qkv"}
     want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL).flatten(0, 1)
     given |= packed | dict(cu_seqlens_q=torch.tensor([-5, 20, 99]).int(), max_seqlen_q=20)
-    o, _ = cached.attend(CachedCall(**given), None, 8**-0.5, validate=False)
+    o, _ = kvcache.attend(CachedCall(**given), None, 8**-0.5, validate=False)
     torch.testing.assert_close(o, want, rtol=1e-12, atol=1e-12)
 
 
@@ -285,9 +291,9 @@ def in_parts_with_lists(given: dict, lists: torch.Tensor, cut: int, *, packed: b
 @pytest.mark.parametrize("packed", [False, True])
 def test_lists_of_tiles_may_be_given(emulated: None, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     """To packed sequences that are attended to one after the other too."""
-    from nsa_layer.cute import cached
+    from nsa_layer.cute import kvcache
 
-    monkeypatch.setattr(cached, "WORKSPACE", 1)
+    monkeypatch.setattr(kvcache, "WORKSPACE", 1)
     given = contiguous() | dict(config=SMALL.replace(q_tile=4))
     want, aux = nsa(**{name: given[name] for name in ("q", "k", "v", "config")}, return_aux=True)
     got = in_parts_with_lists(given, aux.block_indices, 8, packed=packed)
@@ -310,13 +316,13 @@ def test_tokens_that_are_there_are_not_touched(emulated: None) -> None:
 
 @pytest.mark.parametrize("name", OUT)
 def test_numbers_that_lead_out_of_the_caches(emulated: None, name: str) -> None:
-    from nsa_layer.cute import cached
+    from nsa_layer.cute import kvcache
 
     given = contiguous() | OUT[name]
     want = nsa(**{name: contiguous()[name] for name in "qkv"}, config=SMALL)
     with pytest.raises(ValueError, match="must lead to places in the caches; sequence 0 has 20 queries"):
-        cached.attend(CachedCall(**given), (20, 20), 8**-0.5, validate=True)
-    o, lses = cached.attend(CachedCall(**given), (20, 20), 8**-0.5, validate=False)
+        kvcache.attend(CachedCall(**given), (20, 20), 8**-0.5, validate=True)
+    o, lses = kvcache.attend(CachedCall(**given), (20, 20), 8**-0.5, validate=False)
     assert o[0].isnan().all() and all(lse[0].isnan().all() for lse in lses)
     if given["k"] is not None:
         torch.testing.assert_close(o[1], want[1], rtol=1e-12, atol=1e-12)
@@ -385,10 +391,10 @@ def test_a_batch_is_read_in_place_on_the_kernels(step: int, beside: int, page: i
 
 
 def attended(given: dict) -> torch.Tensor:
-    from nsa_layer.cute import cached
+    from nsa_layer.cute import kvcache
 
     call = CachedCall(**given)
-    return cached.attend(call, *check_call(call), validate=False)[0]
+    return kvcache.attend(call, *check_call(call), validate=False)[0]
 
 
 def batch_caches(inputs: Inputs, S: int, beside: int = 0) -> dict[str, torch.Tensor]:

@@ -34,11 +34,11 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer
 
 from nsa_layer import NSAConfig
-from nsa_layer.caches import eager_step
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, NSAModelCache, convert_to_nsa
 from nsa_layer.integrations.hf.cache import NSACacheLayer
 from nsa_layer.integrations.hf.models import CACHE
 from nsa_layer.integrations.hf.packing import of_positions
+from nsa_layer.kvcache import eager
 
 pytestmark = pytest.mark.xdist_group("hf")
 
@@ -232,14 +232,14 @@ def test_a_cache_is_taken_by_its_older_name_too_and_has_the_methods_of_transform
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list]]:
     """The lists of blocks of each row, by call."""
-    calls, attend = [], eager_step.attend
+    calls, attend = [], eager.attend
 
     def recorded(*given: object, **options: object) -> tuple:
         result = attend(*given, **options)
         calls.append([None if aux is None else aux.block_indices[0].sort(-1).values for aux in result[2]])
         return result
 
-    monkeypatch.setattr(eager_step, "attend", recorded)
+    monkeypatch.setattr(eager, "attend", recorded)
     return calls
 
 

@@ -16,9 +16,9 @@ from torch.library import opcheck
 
 from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_call
-from nsa_layer.caches import eager_step
-from nsa_layer.caches.operator import CACHES, TENSORS
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
+from nsa_layer.kvcache import eager
+from nsa_layer.kvcache.operator import CACHES, TENSORS
 from nsa_layer.operators import static_arguments
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run
 
@@ -95,7 +95,7 @@ class Caches:
             o, lses, lists = on_kernels(call, **self.check)
             lists = lists.split(tuple(counts))
         else:
-            o, lses, auxes = eager_step.attend(call, *check_call(call), backend=backend, validate=True)
+            o, lses, auxes = eager.attend(call, *check_call(call), backend=backend, validate=True)
             lists = [None if aux is None else aux.block_indices[0] for aux in auxes]
         self.length = [end for _, end in bounds]
         return list(zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses), lists))
@@ -121,9 +121,9 @@ class Caches:
 
 def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> tuple[torch.Tensor, tuple, torch.Tensor]:
     """o, log-sum-exps, and the lists of all parts."""
-    from nsa_layer.cute import cached
+    from nsa_layer.cute import kvcache
 
-    infer, decode_step, lists = cached.head_groups.infer, cached.decode_step, []
+    infer, decode_step, lists = kvcache.head_groups.infer, kvcache.decode_step, []
 
     def few(call: CachedCall, lengths: tuple[int, ...], softmax_scale: float) -> tuple:
         size = (call.B, max(lengths), call.k_cache.shape[2], max(call.config.block_counts, 3))
@@ -138,9 +138,9 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
         return o, saved
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cached.head_groups, "infer", noted)
-        patch.setattr(cached, "decode_step", few)
-        o, lses = cached.attend(call, *check_call(call, validate=validate, **check), validate=validate)
+        patch.setattr(kvcache.head_groups, "infer", noted)
+        patch.setattr(kvcache, "decode_step", few)
+        o, lses = kvcache.attend(call, *check_call(call, validate=validate, **check), validate=validate)
     return o, lses, torch.cat(lists).flatten(0, -3)
 
 

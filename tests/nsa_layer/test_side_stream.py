@@ -9,7 +9,7 @@ import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
-from nsa_layer.cute import cached, forward, side_stream
+from nsa_layer.cute import forward, kvcache, side_stream
 
 CONFIG = NSAConfig(block_counts=4)
 
@@ -37,7 +37,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(side_stream, "_second", lambda device: side)
-    monkeypatch.setattr(cached, "side_stream_for", lambda q: side_stream.SideStream(q.device))
+    monkeypatch.setattr(kvcache, "side_stream_for", lambda q: side_stream.SideStream(q.device))
     return found
 
 

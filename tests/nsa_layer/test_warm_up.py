@@ -40,7 +40,7 @@ from nsa_layer.cached_call import CachedCall
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
 from nsa_tools.shape import Shape
-from nsa_layer.cute import cached, head_groups
+from nsa_layer.cute import head_groups, kvcache
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.cute.memory_plan import MemoryPlan
 
@@ -55,7 +55,7 @@ def own_call(call, bounded=False):
     if call.plan is None:
         own = CachedCall(**given, config=spec.config)
         assert Signature.of(vars(own), spec) == call
-        return cached.step(own, spec.lengths, 0.125, memory=MemoryPolicy(budget=1 << 60))
+        return kvcache.step(own, spec.lengths, 0.125, memory=MemoryPolicy(budget=1 << 60))
     tensors, where = CallTensors(**given), {}
     if bounded:
         starts = torch.empty(len(spec.lengths) + 1, dtype=torch.int32, device="cuda")

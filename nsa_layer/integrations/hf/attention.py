@@ -15,10 +15,10 @@ from transformers.utils import TransformersKwargs
 from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.block_mlp import Compressors
-from nsa_layer.caches.kvcache import nsa_with_kvcache
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.cache import NSACacheLayer
 from nsa_layer.integrations.hf.packing import BatchPacking, of_positions
+from nsa_layer.kvcache.api import nsa_with_kvcache
 from nsa_layer.selected import selected_attention
 
 Tensor = torch.Tensor

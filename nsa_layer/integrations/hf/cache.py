@@ -9,10 +9,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nsa_layer.block_mlp import Compressors, compress_blocks
-from nsa_layer.caches.kvcache import nsa_with_kvcache
-from nsa_layer.caches.nsa_cache import LastingTensors, NSACache
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.packing import BatchPacking
+from nsa_layer.kvcache.api import nsa_with_kvcache
+from nsa_layer.kvcache.nsa_cache import LastingTensors, NSACache
 
 Tensor = torch.Tensor
 ROOM = 256  # tokens, where nobody says how many there will be

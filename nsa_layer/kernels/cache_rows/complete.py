@@ -13,7 +13,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 def complete_blocks(
-    caches: Pair, compressed: Pair, tables: Pair, places: Tensor, *, block_size: int, stride: int, most: int
+    caches: Pair, compressed: Pair, tables: Pair, slots: Tensor, *, block_size: int, stride: int, most: int
 ) -> None:
     """Write the means of the blocks that a call completes, summed in fp32, in one launch.
 
@@ -21,14 +21,14 @@ def complete_blocks(
         caches: k and v, [rows, S, H, D], or [pages, page, H, D] with a table; rows are aligned, see `can_complete`.
         compressed: the same of compressed keys and values; where either is None it is left alone.
         tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
-        places: of `find_places`.
+        slots: of `locate`.
         most: blocks that a sequence can complete.
     """
     pairs = [(cache, to) for cache, to in zip(caches, compressed, strict=True) if to is not None and 0 not in to.shape]
     if pairs and most:
         (k, k_cmp), (v, v_cmp) = (pairs + [(None, None)])[:2]
         static = (Pooling(block_size, stride), k.shape[-1], 0 if v is None else v.shape[-1], True)
-        launch("complete_blocks", PoolKernel, static, k, v, k_cmp, None, v_cmp, *tables, places, most)
+        launch("complete_blocks", PoolKernel, static, k, v, k_cmp, None, v_cmp, *tables, slots, most)
 
 
 def can_complete(caches: Pair, compressed: Pair) -> bool:

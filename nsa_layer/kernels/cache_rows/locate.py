@@ -1,7 +1,7 @@
-"""Places of a call's sequences in caches, found on the GPU: one launch, a thread block a sequence.
+"""Slots of a call's sequences in caches, found on the GPU: one launch, a thread block a sequence.
 
-Lengths, pages and rows are only known there. A sequence that they lead out of the caches has no place: its numbers are
-0 but for `Field.BLANK`, so that nothing of it is written or read.
+Lengths, pages and rows are only known there. A sequence whose slots are not all in the caches is invalid: its numbers
+are 0 but for `CacheSlots.INVALID`, so that nothing of it is written or read.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ THREADS = 256
 ALIGNED = 4  # numbers in 16 bytes
 
 
-class Field(IntEnum):
-    """Rows of the tensor of places; tokens and compressed keys are counted from a sequence's start."""
+class CacheSlots(IntEnum):
+    """Rows of the tensor int32 [fields, B] that `locate` gives; slots are counted from a sequence's start."""
 
     FIRST = 0  # position of the first query
-    NEW = 1  # queries: 0 where there are none or no place for them
+    NEW = 1  # queries: 0 where there are none, or slots for them are missing
     END = 2  # tokens, q's included
     CMP_FIRST = 3  # compressed keys before the call
     CMP_NEW = 4  # compressed keys that it completes
     CMP_END = 5
     SOURCE = 6  # first token of these
     SOURCE_TOKENS = 7
-    BLANK = 8  # 1 where there are queries and no place for them
+    INVALID = 8  # 1 where there are queries, and slots for them are missing
     START = 9  # 0
     WINDOW = 10  # first token in the first query's window
     WINDOW_TOKENS = 11  # from there to the end
@@ -48,8 +48,8 @@ class Blocks:
     adds: bool
 
 
-class FindPlaces:
-    """One launch of `find_places`."""
+class LocateSlots:
+    """One launch of `locate`."""
 
     shapes = ("sequences *", "starts *", "sequences width *", "sequences cmp_width *", "fields sequences")
 
@@ -58,7 +58,7 @@ class FindPlaces:
 
     @cute.jit
     def __call__(self, *arguments):
-        """As `find_places` has them: cache_seqlens, cu_seqlens, tables [B, n], numbers [fields, B]; sizes; stream."""
+        """As `locate` has them: cache_seqlens, cu_seqlens, tables [B, n], numbers [fields, B]; sizes; stream."""
         tensors, (*sizes, stream) = arguments[:5], arguments[5:]
         self.kernel(tensors, tuple(sizes)).launch(
             grid=[tensors[4].shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
@@ -66,7 +66,7 @@ class FindPlaces:
 
     @cute.kernel
     def kernel(self, tensors: tuple, sizes: tuple):
-        mSeqlens, mCu, mTable, mCmp_table, mPlaces = tensors
+        mSeqlens, mCu, mTable, mCmp_table, mSlots = tensors
         T, pages, page, cmp_pages, cmp_page = sizes
         s, tidx = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         smem = cutlass.utils.SmemAllocator()
@@ -74,14 +74,14 @@ class FindPlaces:
         most = T
         if const_expr(mCu is not None):
             T = mCu[s + 1] - mCu[s]
-        room = page if const_expr(mTable is None) else page * mTable.shape[1]
+        capacity = page if const_expr(mTable is None) else page * mTable.shape[1]
         end = mSeqlens[s]
-        # A number beyond all room stays so, and cannot overflow.
-        end = cutlass.min(cutlass.max(end, -1), room + 1)
+        # A number beyond the capacity stays so, and cannot overflow.
+        end = cutlass.min(cutlass.max(end, -1), capacity + 1)
         if const_expr(self.blocks.adds):
-            end = room + 1 if end < 0 else end + T
+            end = capacity + 1 if end < 0 else end + T
         count = self.compressed(end)
-        inside = end >= T and end <= room and T <= most
+        inside = end >= T and end <= capacity and T <= most
         tables = [
             (table, s, cutlass.min(cute.ceil_div(tokens, size), table.shape[1]), number)
             for table, tokens, size, number in ((mTable, end, page, pages), (mCmp_table, count, cmp_page, cmp_pages))
@@ -94,21 +94,21 @@ class FindPlaces:
             there = Int32(exist and T > 0)
             before = self.compressed(end - T)
             made = count - before
-            mPlaces[Field.FIRST, s] = (end - T) * there
-            mPlaces[Field.NEW, s] = T * there
-            mPlaces[Field.END, s] = end * there
-            mPlaces[Field.CMP_FIRST, s] = before * there
-            mPlaces[Field.CMP_NEW, s] = made * there
-            mPlaces[Field.CMP_END, s] = count * there
-            mPlaces[Field.SOURCE, s] = before * self.blocks.stride * there
+            mSlots[CacheSlots.FIRST, s] = (end - T) * there
+            mSlots[CacheSlots.NEW, s] = T * there
+            mSlots[CacheSlots.END, s] = end * there
+            mSlots[CacheSlots.CMP_FIRST, s] = before * there
+            mSlots[CacheSlots.CMP_NEW, s] = made * there
+            mSlots[CacheSlots.CMP_END, s] = count * there
+            mSlots[CacheSlots.SOURCE, s] = before * self.blocks.stride * there
             source = (made - 1) * self.blocks.stride + self.blocks.span
-            mPlaces[Field.SOURCE_TOKENS, s] = source * there * Int32(made > 0)
-            mPlaces[Field.BLANK, s] = Int32(T > 0) * (1 - there)
-            mPlaces[Field.START, s] = Int32(0)
+            mSlots[CacheSlots.SOURCE_TOKENS, s] = source * there * Int32(made > 0)
+            mSlots[CacheSlots.INVALID, s] = Int32(T > 0) * (1 - there)
+            mSlots[CacheSlots.START, s] = Int32(0)
             window = cutlass.max(end - T - self.blocks.window + 1, 0)
-            mPlaces[Field.WINDOW, s] = window * there
-            mPlaces[Field.WINDOW_TOKENS, s] = (end - window) * there
-            mPlaces[Field.IN_WINDOW, s] = (end - T - window) * there
+            mSlots[CacheSlots.WINDOW, s] = window * there
+            mSlots[CacheSlots.WINDOW_TOKENS, s] = (end - window) * there
+            mSlots[CacheSlots.IN_WINDOW, s] = (end - T - window) * there
 
     def compressed(self, tokens: Int32) -> Int32:
         return compressed_length(tokens, self.blocks.span, self.blocks.stride)
@@ -143,7 +143,7 @@ def pages_exist(
     return inside & (sBad[0] == 0)
 
 
-def find_places(
+def locate(
     cache_seqlens: Tensor,
     *,
     T: int,
@@ -157,11 +157,11 @@ def find_places(
     window: int,
     adds: bool,
 ) -> Tensor:
-    """The numbers of `Field` for each sequence of a call, int32 [fields, B].
+    """The numbers of `CacheSlots` for each sequence of a call, int32 [fields, B].
 
     Args:
         cache_seqlens: int32 [B].
-        T: queries of a sequence; packed: at most, a sequence of more has no place.
+        T: queries of a sequence; packed: at most, a sequence of more is invalid.
         cu_seqlens: int32 [B + 1] of packed queries.
         cache: [rows, S, ...] or [pages, page, ...].
         table: int32 [B, n], pages of each sequence, or [B, 1], its row; None: row b.
@@ -170,8 +170,11 @@ def find_places(
         adds: the queries are not counted by cache_seqlens.
     """
     B = len(cache_seqlens)
-    places = torch.empty(len(Field), -(-B // ALIGNED) * ALIGNED, dtype=torch.int32, device=cache.device).narrow(1, 0, B)
+    whole = torch.empty(len(CacheSlots), -(-B // ALIGNED) * ALIGNED, dtype=torch.int32, device=cache.device)
+    slots = whole.narrow(1, 0, B)
     cmp_sizes = (0, 1) if cmp_cache is None else cmp_cache.shape[:2]
-    tensors = (cache_seqlens, cu_seqlens, table, None if cmp_cache is None else cmp_table, places)
-    launch("find_places", FindPlaces, (Blocks(span, stride, window, adds),), *tensors, T, *cache.shape[:2], *cmp_sizes)
-    return places
+    tensors = (cache_seqlens, cu_seqlens, table, None if cmp_cache is None else cmp_table, slots)
+    launch(
+        "locate_slots", LocateSlots, (Blocks(span, stride, window, adds),), *tensors, T, *cache.shape[:2], *cmp_sizes
+    )
+    return slots

@@ -1,4 +1,4 @@
-"""Rows of keys and values between caches and dense tensors, whose places are known on the GPU alone.
+"""Rows of keys and values between caches and dense tensors, whose slots the GPU alone knows.
 
 A thread block moves `TILE` tokens of keys, or of values, 16 bytes a thread; those past a sequence's number of rows
 have nothing to do. Behind the last row that is read, and in caches that attention reads in place, a few rows are
@@ -15,7 +15,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32, const_expr
 
-from nsa_layer.kernels.cache_rows.locate import Field
+from nsa_layer.kernels.cache_rows.locate import CacheSlots
 from nsa_layer.kernels.launch import are_aligned, launch
 from nsa_layer.kernels.varlen import sequence_tile, tiles_and_batch
 
@@ -26,7 +26,8 @@ AT_ONCE = 4  # loads of a thread in flight
 BEHIND = 512  # cleared rows: more than tiles of queries and of keys reach together
 KEYS = 64  # of a block that attention reads at a time
 VECTOR = 8  # 16 bytes of a 16-bit dtype
-TOKEN_ROWS, CMP_ROWS = (Field.FIRST, Field.NEW, Field.END), (Field.CMP_FIRST, Field.CMP_NEW, Field.CMP_END)
+TOKEN_ROWS = CacheSlots.FIRST, CacheSlots.NEW, CacheSlots.END
+CMP_ROWS = CacheSlots.CMP_FIRST, CacheSlots.CMP_NEW, CacheSlots.CMP_END
 
 
 @dataclass(frozen=True)
@@ -112,21 +113,21 @@ class AppendRows(_Rows):
 
     @cute.jit
     def __call__(self, *arguments):
-        """Six caches and their new rows, both tables, the numbers of `Field`, both starts, see `append`; stream."""
-        *rows, table, cmp_table, numbers, cu_seqlens, cu_blocks, stream = arguments
+        """Six caches and their new rows, both tables, `CacheSlots`, both starts, see `append`; stream."""
+        *rows, table, cmp_table, slots, cu_seqlens, cu_blocks, stream = arguments
         jobs, compressed = self.jobs(rows[:6], rows[6:], ((table, cu_seqlens),) * 4 + ((cmp_table, cu_blocks),) * 2)
         units = Int32(0)
         for _, x, _, cu in jobs:
             units = cutlass.max(units, self.tiles(x, cu))
-        units += self.tiles_behind * numbers.shape[1]
-        self.kernel(jobs, numbers, compressed).launch(grid=[units, len(jobs), 1], block=[THREADS, 1, 1], stream=stream)
+        units += self.tiles_behind * slots.shape[1]
+        self.kernel(jobs, slots, compressed).launch(grid=[units, len(jobs), 1], block=[THREADS, 1, 1], stream=stream)
 
-    def jobs(self, caches: tuple, new: tuple, places: tuple) -> tuple[tuple, tuple[bool, ...]]:
+    def jobs(self, caches: tuple, new: tuple, tables: tuple) -> tuple[tuple, tuple[bool, ...]]:
         """(cache, new rows, table, starts) of each cache that there is something to do for, and if it is compressed."""
-        every = enumerate(zip(caches, new, places))
+        every = enumerate(zip(caches, new, tables))
         jobs = [
-            ((cache, x, *place), i >= 4)
-            for i, (cache, x, place) in every
+            ((cache, x, *table), i >= 4)
+            for i, (cache, x, table) in every
             if cache is not None and (x is not None or self.tiles_behind > 0)
         ]
         return tuple(zip(*jobs))
@@ -141,27 +142,27 @@ class AppendRows(_Rows):
         return Int32(0) if const_expr(x is None) else Int32(math.prod(tiles_and_batch(x, cu, TILE)))
 
     @cute.kernel
-    def kernel(self, jobs: tuple, numbers: cute.Tensor, compressed: cutlass.Constexpr[tuple]):
+    def kernel(self, jobs: tuple, slots: cute.Tensor, compressed: cutlass.Constexpr[tuple]):
         unit, job, _ = cute.arch.block_idx()
         for i in cutlass.range_constexpr(len(jobs)):
             if job == i:
-                self.run(jobs[i], numbers, compressed[i], unit)
+                self.run(jobs[i], slots, compressed[i], unit)
 
     @cute.jit
-    def run(self, job: tuple, numbers: cute.Tensor, compressed: cutlass.Constexpr[bool], unit: Int32):
+    def run(self, job: tuple, slots: cute.Tensor, compressed: cutlass.Constexpr[bool], unit: Int32):
         cache, x, table, cu = job
         first, new, end = CMP_ROWS if compressed else TOKEN_ROWS
-        sequences, moved = numbers.shape[1], self.tiles(x, cu)
+        sequences, moved = slots.shape[1], self.tiles(x, cu)
         if const_expr(x is not None):
             if unit < moved:
                 s, tile, start, length = sequence_tile(unit, moved // sequences, x, cu, TILE)
-                count = cutlass.min(numbers[new, s], length)
+                count = cutlass.min(slots[new, s], length)
                 if tile * TILE < count:
-                    self.move_tile(cache, x, table, (s, start, numbers[first, s], tile * TILE, count, count))
+                    self.move_tile(cache, x, table, (s, start, slots[first, s], tile * TILE, count, count))
         if const_expr(self.tiles_behind > 0):
             s, tile = (unit - moved) // self.tiles_behind, (unit - moved) % self.tiles_behind
             if unit >= moved and s < sequences:
-                at, there = numbers[end, s], Int32(numbers[Field.NEW, s] > 0)
+                at, there = slots[end, s], Int32(slots[CacheSlots.NEW, s] > 0)
                 if const_expr(self.move.behind == "rows"):
                     rows = cutlass.min(BEHIND, cache.shape[1] - at) * there
                 else:
@@ -182,11 +183,11 @@ class MoveRows(_Rows):
 
     @cute.jit
     def __call__(self, *arguments):
-        """k and v in caches, and dense; page table, numbers of `Field`, starts of packed rows; which of the numbers are
-        the first row in the cache and the number of rows; stream."""
+        """k and v in caches, and dense; page table, `CacheSlots`, starts of packed rows; which of its fields are the
+        first row in the cache and the number of rows; stream."""
         *tensors, first, count, stream = arguments
-        mK, mV, mX, _, _, numbers, cu = tensors
-        sequences = numbers.shape[1]
+        mK, mV, mX, _, _, slots, cu = tensors
+        sequences = slots.shape[1]
         if const_expr(self.move.to == "nothing"):
             units = Int32(cute.ceil_div(BEHIND, TILE)) * sequences
         else:
@@ -197,7 +198,7 @@ class MoveRows(_Rows):
 
     @cute.kernel
     def kernel(self, tensors: tuple, fields: tuple[Int32, Int32], tiles: Int32):
-        mK, mV, mX, mY, table, numbers, cu = tensors
+        mK, mV, mX, mY, table, slots, cu = tensors
         unit, is_value, _ = cute.arch.block_idx()
         if const_expr(self.move.to == "nothing"):
             s, tile, start, length = unit // tiles, unit % tiles, Int32(0), Int32(mK.shape[1])
@@ -205,11 +206,11 @@ class MoveRows(_Rows):
                 start, length = cu[s], cu[s + 1] - cu[s]
         else:
             s, tile, start, length = sequence_tile(unit, tiles, mX, cu, TILE)
-        first, count = numbers[fields[0], s], Int32(0)
+        first, count = slots[fields[0], s], Int32(0)
         if const_expr(self.move.to == "nothing"):
-            rows = cutlass.min(BEHIND, length - first) * Int32(numbers[Field.NEW, s] > 0)
+            rows = cutlass.min(BEHIND, length - first) * Int32(slots[CacheSlots.NEW, s] > 0)
         else:
-            count = cutlass.min(numbers[fields[1], s], length)
+            count = cutlass.min(slots[fields[1], s], length)
             rows = cutlass.min(count + BEHIND, length)
         place = (s, start, first, tile * TILE, count, rows)
         if tile * TILE < rows:
@@ -223,14 +224,14 @@ Pair = tuple[Optional[Tensor], Optional[Tensor]]
 Six = Sequence[Optional[Tensor]]
 
 
-def append(x: Six, caches: Six, tables: Pair, places: Tensor, starts: Pair = (None, None), *, behind: str = "") -> None:
-    """Write the first rows of dense keys and values [B, N, H, D], packed [total, H, D], to their places in the caches.
+def append(x: Six, caches: Six, tables: Pair, slots: Tensor, starts: Pair = (None, None), *, behind: str = "") -> None:
+    """Write the first rows of dense keys and values [B, N, H, D], packed [total, H, D], to their slots in the caches.
 
     Args:
         x, caches: k and v, the window's own, and the compressed, of which any may be missing; [rows, S, H, D], or
             [pages, page, H, D] with a table.
         tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
-        places: of `find_places`.
+        slots: of `locate`.
         starts: int32 [B + 1] of packed tokens and of packed compressed keys.
         behind: clear behind the last row of each cache, also where nothing is written: "rows", `BEHIND` of them, in
             caches without a table; "block", those up to a multiple of `KEYS`.
@@ -241,23 +242,23 @@ def append(x: Six, caches: Six, tables: Pair, places: Tensor, starts: Pair = (No
         return
     vector = VECTOR if all(map(are_aligned, present)) else 1
     dims = tuple(None if cache is None else cache.shape[-1] for cache in caches)
-    launch("append_rows", AppendRows, (Move("cache", vector, behind), *dims), *caches, *x, *tables, places, *starts)
+    launch("append_rows", AppendRows, (Move("cache", vector, behind), *dims), *caches, *x, *tables, slots, *starts)
 
 
 def gather(
-    caches: Pair, x: Pair, table: Tensor | None, places: Tensor, fields: tuple[Field, Field], cu_seqlens: Tensor | None
+    caches: Pair, x: Pair, table: Tensor | None, slots: Tensor, fields: tuple[int, int], cu_seqlens: Tensor | None
 ) -> None:
     """Read rows of two caches into dense tensors, and clear `BEHIND` rows behind them.
 
     Args:
-        table: of both; fields: of the first place, and of the number of rows; the rest as for `append`.
+        table: of both; fields: `CacheSlots` of the first slot and of the number of rows; the rest as for `append`.
     """
-    _launch("dense", caches, x, table, places, fields, cu_seqlens)
+    _launch("dense", caches, x, table, slots, fields, cu_seqlens)
 
 
-def clear(x: Pair, places: Tensor, first: Field, cu_seqlens: Tensor | None = None) -> None:
-    """Clear `BEHIND` rows of [B, S, H, D], packed [total, H, D], from the place on of each sequence with queries."""
-    _launch("nothing", x, (None, None), None, places, (first, first), cu_seqlens)
+def clear(x: Pair, slots: Tensor, first: CacheSlots, cu_seqlens: Tensor | None = None) -> None:
+    """Clear `BEHIND` rows of [B, S, H, D], packed [total, H, D], from the slot on of each sequence with queries."""
+    _launch("nothing", x, (None, None), None, slots, (first, first), cu_seqlens)
 
 
 def _launch(
@@ -265,8 +266,8 @@ def _launch(
     caches: Pair,
     dense: Pair,
     table: Tensor | None,
-    places: Tensor,
-    fields: tuple[Field, Field],
+    slots: Tensor,
+    fields: tuple[int, int],
     cu_seqlens: Tensor | None,
 ) -> None:
     pairs = [(cache, x) for cache, x in zip(caches, dense, strict=True) if cache is not None]
@@ -275,4 +276,4 @@ def _launch(
     (k, x), (v, y) = (pairs + [(None, None)])[:2]
     move = Move(to, VECTOR if all(are_aligned(cache) for cache, _ in pairs) else 1)
     dims = tuple(cache.shape[-1] for cache, _ in pairs)
-    launch("move_rows", MoveRows, (move, *dims), k, v, x, y, table, places, cu_seqlens, *map(int, fields))
+    launch("move_rows", MoveRows, (move, *dims), k, v, x, y, table, slots, cu_seqlens, *map(int, fields))

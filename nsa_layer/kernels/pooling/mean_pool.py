@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.call_spec import mean_scale
-from nsa_layer.kernels.cache_rows.locate import Field
+from nsa_layer.kernels.cache_rows.locate import CacheSlots
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.pooling.tiling import (
     IN_FLIGHT,
@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 class PoolKernel:
     """Means of blocks; ``key`` and ``value`` have one plan each, since D and Dv may differ; Dv 0: of keys alone.
 
-    With ``numbers``, those of `Field`, tokens and means lie in caches, and the blocks are those that a call completes.
+    With ``slots``, see `CacheSlots`, tokens and means lie in caches, and the blocks are those that a call completes.
     A segment of tokens lies on one page: pages are multiples of the block, and segments divide the stride.
     """
 
@@ -63,15 +63,15 @@ class PoolKernel:
         mVMean: Optional[cute.Tensor],
         starts: Optional[cute.Tensor],  # of packed tokens; cached: int32 [B, n], their page table
         cmp_starts: Optional[cute.Tensor],  # of packed blocks, or the page table of means
-        numbers: Optional[cute.Tensor],  # int32 [fields, B]
+        slots: Optional[cute.Tensor],  # int32 [fields, B]
         most: Int32,  # cached: blocks of a sequence
         stream: cuda.CUstream,
     ):
-        if const_expr(numbers is None):
+        if const_expr(slots is None):
             tiles, batch = tiles_and_batch(mKMean, cmp_starts, self.blocks)
         else:
-            tiles, batch = cute.ceil_div(most, self.blocks), numbers.shape[1]
-        self.kernel((mK, mV, mKMean, mKMeanToo, mVMean), (starts, cmp_starts), numbers, tiles).launch(
+            tiles, batch = cute.ceil_div(most, self.blocks), slots.shape[1]
+        self.kernel((mK, mV, mKMean, mKMeanToo, mVMean), (starts, cmp_starts), slots, tiles).launch(
             grid=[batch * tiles * mK.shape[cute.rank(mK) - 2], 1 if const_expr(mV is None) else 2, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -80,14 +80,15 @@ class PoolKernel:
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, places: tuple, numbers: Optional[cute.Tensor], tiles: Int32):
+    def kernel(self, tensors: tuple, places: tuple, slots: Optional[cute.Tensor], tiles: Int32):
         mK, mV, mKMean, mKMeanToo, mVMean = tensors
         batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
         tables = (None, None)
-        if const_expr(numbers is not None):
+        if const_expr(slots is not None):
             tables = places
-            token, row, rows = (numbers[of, batch] for of in (Field.SOURCE, Field.CMP_FIRST, Field.CMP_NEW))
+            fields = CacheSlots.SOURCE, CacheSlots.CMP_FIRST, CacheSlots.CMP_NEW
+            token, row, rows = (slots[field, batch] for field in fields)
         elif const_expr(places[1] is not None):
             cu_seqlens, cu_blocks = places
             s = sequence_at(cu_blocks, tile, self.blocks)

@@ -12,9 +12,9 @@ from fa_compile import Worker
 
 from nsa_layer import NSAConfig
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
-from nsa_layer.caches import eager_step
-from nsa_layer.caches.eager_step import Store
 from nsa_layer.compress import compress
+from nsa_layer.kvcache.eager import Store
+from nsa_layer.kvcache.eager import attend as attend_in_pytorch
 
 Tensor = torch.Tensor
 DEFAULT = NSAConfig()
@@ -168,7 +168,7 @@ def copied(call: CachedCall, dtype: torch.dtype | None = None) -> CachedCall:
 
 
 def eager(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor | None]]:
-    o, lses, auxes = eager_step.attend(call, case.T_of, case.D**-0.5, backend="eager", validate=False)
+    o, lses, auxes = attend_in_pytorch(call, case.T_of, case.D**-0.5, backend="eager", validate=False)
     return o, lses, [None if aux is None else aux.block_indices[0] for aux in auxes]
 
 

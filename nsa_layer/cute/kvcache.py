@@ -37,8 +37,8 @@ from nsa_layer.cute.selected_branch import takes_pages
 from nsa_layer.cute.side_stream import SideStream, side_stream_for
 from nsa_layer.cute.varlen import Varlen, starts_of
 from nsa_layer.kernels.cache_rows.complete import can_complete, complete_blocks
-from nsa_layer.kernels.cache_rows.invalidate import blank_rows
-from nsa_layer.kernels.cache_rows.locate import Field, find_places
+from nsa_layer.kernels.cache_rows.invalidate import invalidate_rows
+from nsa_layer.kernels.cache_rows.locate import CacheSlots, locate
 from nsa_layer.kernels.cache_rows.move import Pair, append, clear, gather
 from nsa_layer.kernels.decode.step import decode_step, takes
 from nsa_layer.kernels.launch import readable
@@ -97,7 +97,7 @@ def step(
     spec = CallSpec(call.config, True, softmax_scale, listed=call.block_indices is not None)
     found = None if few and not validate else _Step.of(call, lengths, starts, spec, memory)
     if validate:
-        refuse_places([not blank for blank in found.places[Field.BLANK].tolist()], call, lengths)
+        refuse_places([not blank for blank in found.slots[CacheSlots.INVALID].tolist()], call, lengths)
         refuse_shared(call, lengths)
     if few:
         with component("cache"):
@@ -112,7 +112,7 @@ def step(
         o = torch.cat([part[0] for part in parts])
         lses = [torch.cat(part, dim=int(call.packed)) for part in list(zip(*parts))[1:]]
     with component("cache"):
-        blank_rows(o, lses, found.places, starts)
+        invalidate_rows(o, lses, found.slots, starts)
     return o, tuple(lses)
 
 
@@ -157,7 +157,7 @@ class _Step:
 
     Attributes:
         lengths: queries of each sequence, or None.
-        places: int32 [fields, B], see `Field`.
+        slots: int32 [fields, B], see `CacheSlots`.
         table, cmp_table: int32 [B, n], pages of each sequence, of tokens and of compressed keys, a row of contiguous
             caches being a page too; None: row b.
         starts: int32 [B + 1] of packed queries, on the GPU.
@@ -167,7 +167,7 @@ class _Step:
 
     call: CachedCall
     lengths: tuple[int, ...] | None
-    places: Tensor
+    slots: Tensor
     table: Tensor | None
     cmp_table: Tensor | None
     starts: Tensor | None
@@ -194,20 +194,20 @@ class _Step:
         blocks = dict(span=config.span, stride=config.stride, window=config.window_size, adds=adds)
         with component("cache"):
             most = call.most_queries if lengths is None else max(lengths)
-            places = find_places(call.cache_seqlens, T=most, cu_seqlens=starts, **caches, **blocks)
+            slots = locate(call.cache_seqlens, T=most, cu_seqlens=starts, **caches, **blocks)
         in_place = adds and tables[0] is None and not call.packed
         on_pages = not in_place and _reads_pages(call)
         if on_pages and tables[0] is None:  # a sequence's row is its page
             (rows,) = numbers_on(((*range(call.B),),), call.q.device)
             tables = (rows.unsqueeze(1),) * 2
-        return cls(call, lengths, places, *tables, starts, spec, memory, in_place, on_pages)
+        return cls(call, lengths, slots, *tables, starts, spec, memory, in_place, on_pages)
 
     def append(self) -> None:
         """Write new tokens; clear what attention may read behind them."""
         compressed = self._caches(COMPRESSED_CACHES) if self.in_place else (None, None)
         new, caches = (*self._new(TOKEN_CACHES), None, None), (*self._caches(TOKEN_CACHES), *compressed)
         behind = "rows" if self.in_place else "block" if self.on_pages else ""
-        append(new, caches, (self.table, self.cmp_table), self.places, (self.starts, None), behind=behind)
+        append(new, caches, (self.table, self.cmp_table), self.slots, (self.starts, None), behind=behind)
 
     def complete(self) -> None:
         """Write the compressed keys and values of blocks that the call completes: given, or made of cached tokens."""
@@ -225,17 +225,17 @@ class _Step:
         if any(wanted) and not projected and can_complete(sources, filled):
             config, T = call.config, call.most_queries if self.lengths is None else max(self.lengths)
             sizes = dict(block_size=config.span, stride=config.stride, most=call.filled(T))
-            complete_blocks(sources, filled, tables, self.places, **sizes)
+            complete_blocks(sources, filled, tables, self.slots, **sizes)
             wanted = ()
         if any(wanted) or any(x is not None for x in given):
             starts, lead = self._sources()
         if any(wanted):
             tokens = _empty(sources, lead)
-            fields = (Field.SOURCE, Field.SOURCE_TOKENS)
-            gather(sources, tokens, self.table, self.places, fields, starts.tokens)
+            fields = (CacheSlots.SOURCE, CacheSlots.SOURCE_TOKENS)
+            gather(sources, tokens, self.table, self.slots, fields, starts.tokens)
             given = tuple(made if x is None else x for made, x in zip(self._compress(tokens, starts), given))
         given = tuple(x if cache is not None else None for cache, x in zip(caches, given))
-        append((*[None] * 4, *given), (*[None] * 4, *caches), tables, self.places, (None, starts.blocks))
+        append((*[None] * 4, *given), (*[None] * 4, *caches), tables, self.slots, (None, starts.blocks))
 
     def _sources(self) -> tuple[_Rows, tuple[int, ...]]:
         """Starts of the tokens that compressed keys are made of, and of the most of these that the call can complete;
@@ -281,7 +281,7 @@ class _Step:
         lists = call.block_indices if call.block_indices is None else call.block_indices[tiles]
         heads = call.k_cache.shape[2] if lists is None else lists.shape[-2]
         given = dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
-        given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, part])
+        given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.slots[CacheSlots.FIRST, part])
         bounded = dict(cu_seqlens=self.starts, total=len(call.q))
         varlen = Varlen.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
         pages = None
@@ -293,7 +293,7 @@ class _Step:
             given |= dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), keys))
             if self.on_pages:
                 of_window = (window.starts, window.longest) if has_window else (None, 0)
-                pages = Pages(self.table[part], call.room, self.places[Field.IN_WINDOW, part], *of_window)
+                pages = Pages(self.table[part], call.room, self.slots[CacheSlots.IN_WINDOW, part], *of_window)
             o, saved = head_groups.infer(CallTensors(**given), varlen, spec, self.memory, pages, side_stream)
         lse_swa = torch.full_like(saved.lse_cmp, -torch.inf) if saved.lse_swa is None else saved.lse_swa
         return o, saved.lse_cmp, saved.lse_slc, lse_swa
@@ -305,7 +305,7 @@ class _Step:
 
         A window's keys are copied on the second stream, where its attention is.
         """
-        call, part, places = self.call, slice(*bounds), self.places[:, slice(*bounds)]
+        call, part, slots = self.call, slice(*bounds), self.slots[:, slice(*bounds)]
         count = call.config.compressed_length(call.room)
         starts = _Rows(None, None)
         if self.in_place:
@@ -316,8 +316,8 @@ class _Step:
             if call.packed:
                 sizes = [self._rooms(size, bounds) for size in (call.room, count)]
                 starts, leads = _Rows.of(call, *sizes), [(sum(size),) for size in sizes]
-            of_tokens = (self.table, leads[0], (Field.START, Field.END), starts.tokens)
-            of_blocks = (self.cmp_table, leads[1], (Field.START, Field.CMP_END), starts.blocks)
+            of_tokens = (self.table, leads[0], (CacheSlots.START, CacheSlots.END), starts.tokens)
+            of_blocks = (self.cmp_table, leads[1], (CacheSlots.START, CacheSlots.CMP_END), starts.blocks)
             tokens, own, keys = self._caches(TOKEN_CACHES[:2]), self._caches(TOKEN_CACHES[2:]), []
             copied = (tokens, of_tokens), (own, of_tokens), (self._caches(COMPRESSED_CACHES), of_blocks)
             beside = nullcontext() if side_stream is None or window is None else side_stream.launches()
@@ -325,7 +325,7 @@ class _Step:
                 keys, copied = [*tokens, *([] if window else own)], copied[-1:]
             if window is not None:
                 own = tuple(x if cache is None else cache for cache, x in zip(own, tokens))
-                of_window = (self.table, window.lead, (Field.WINDOW, Field.WINDOW_TOKENS), window.starts)
+                of_window = (self.table, window.lead, (CacheSlots.WINDOW, CacheSlots.WINDOW_TOKENS), window.starts)
                 copied = (own, of_window), *copied
             for caches, (table, lead, fields, cu) in copied:
                 if table is None:
@@ -334,14 +334,14 @@ class _Step:
                     table = table[part]
                 keys += _empty(caches, lead)
                 with beside:
-                    gather(caches, tuple(keys[-2:]), table, places, fields, cu)
+                    gather(caches, tuple(keys[-2:]), table, slots, fields, cu)
                 beside = nullcontext()
         missing = [x is None for x in keys[-2:]]
         if any(missing) and count:
             sources = tuple(x if lacks else None for x, lacks in zip(keys, missing))
             with component("compress"):
                 made = self._compress(sources, starts)
-            clear(made, places, Field.CMP_END, starts.blocks)
+            clear(made, slots, CacheSlots.CMP_END, starts.blocks)
             keys[-2:] = (x if x is not None else y for x, y in zip(keys[-2:], made))
         return keys
 

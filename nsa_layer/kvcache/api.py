@@ -9,11 +9,11 @@ import torch
 
 from nsa_layer import autocast, support
 from nsa_layer.cached_call import CachedCall, check_call, refuse_aliases
-from nsa_layer.caches import operator
-from nsa_layer.caches.operator import TENSORS, Lses
 from nsa_layer.checks import lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.derivatives import refuse_transforms
+from nsa_layer.kvcache import operator
+from nsa_layer.kvcache.operator import TENSORS, Lses
 
 Tensor = torch.Tensor
 CAST = ("q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight")

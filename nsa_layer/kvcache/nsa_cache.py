@@ -11,10 +11,10 @@ from itertools import accumulate
 import torch
 
 from nsa_layer.cached_call import CachedCall, check_call
-from nsa_layer.caches.kvcache import cast_call, checked_step
-from nsa_layer.caches.operator import CACHES, Lses
 from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
+from nsa_layer.kvcache.api import cast_call, checked_step
+from nsa_layer.kvcache.operator import CACHES, Lses
 
 Tensor = torch.Tensor
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

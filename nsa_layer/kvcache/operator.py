@@ -46,10 +46,10 @@ def attend(
         seqlens = torch.full((call.B,), call.cache_seqlens, dtype=torch.int32, device=call.q.device)
         call = replace(call, cache_seqlens=seqlens)
     if backend == "cute" and not needs_dispatcher():
-        from nsa_layer.cute import cached
+        from nsa_layer.cute import kvcache
 
         with autocast.off(call.q.device):
-            o, lses = cached.attend(call, lengths, softmax_scale, validate=validate)
+            o, lses = kvcache.attend(call, lengths, softmax_scale, validate=validate)
         increment_version([cache for name in CACHES if (cache := getattr(call, name)) is not None])
     else:
         static = static_arguments(CallSpec(call.config, True, softmax_scale))
@@ -85,13 +85,13 @@ def _compute(
     lengths = query_lengths(call, backend=backend, validate=validate)
     with autocast.off(call.q.device):
         if backend == "cute":
-            from nsa_layer.cute import cached
+            from nsa_layer.cute import kvcache
 
-            o, lses = cached.attend(call, lengths, softmax_scale, validate=validate)
+            o, lses = kvcache.attend(call, lengths, softmax_scale, validate=validate)
         else:
-            from nsa_layer.caches import eager_step
+            from nsa_layer.kvcache import eager
 
-            o, lses, _ = eager_step.attend(call, lengths, softmax_scale, backend=backend, validate=validate)
+            o, lses, _ = eager.attend(call, lengths, softmax_scale, backend=backend, validate=validate)
     return o, *(lse.contiguous() for lse in lses)
 
 
