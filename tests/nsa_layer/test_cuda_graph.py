@@ -1,15 +1,17 @@
-"""The layer in a CUDA graph: forward and backward are captured once and replayed on other values."""
+"""The layer in CUDA graphs, captured by hand and by `torch.compile`: replayed on other values they give theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
 
 import pytest
 import torch
+from layer_calls import captured, needs_hopper, starts_of
+from torch._dynamo.utils import counters
 
-from nsa_layer import NSAConfig, NSAttention, nsa
+from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.host_numbers import starts_on
 from nsa_layer.cute.varlen import Varlen
@@ -18,133 +20,179 @@ from nsa_tools.testing.cases import Case, make_inputs
 
 pytestmark = pytest.mark.gpu
 
-Tensors = dict[str, torch.Tensor]
+Tensor = torch.Tensor
 SMALL = dict(T=1000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16)
-
-
-def draw(case: Case, seed: int) -> Tensors:
-    """Inputs of the case, and do."""
-    return make_inputs(replace(case, seed=seed), "cuda").tensors("do")
-
-
-def step(case: Case, tensors: Tensors) -> Tensors:
-    """Output and gradients; packed sequences start where the host says."""
-    given = {name: x for name, x in tensors.items() if name != "do"}
-    starts = None if case.lengths is None else torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32)
-    o = nsa(**given, config=case.config, causal=case.causal, cu_seqlens=starts)
-    grads = torch.autograd.grad(o, list(given.values()), tensors["do"])
-    return {"o": o.detach()} | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
-
-
-def captured(call: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
-    """The graph of a call, after three on a side stream, as PyTorch asks for."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = call()
-    return graph, static
-
-
-def needs_hopper(config: NSAConfig) -> None:
-    if config.deterministic and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-
-
+FIXED, TILES = NSAConfig(deterministic=True), NSAConfig(q_tile=128, deterministic=True)
+LENGTHS, OTHERS = (300, 1, 0, 723), (64, 0, 65, 895)
 CASES = [
-    Case(**SMALL, config=NSAConfig(deterministic=True)),
-    Case(**SMALL, config=NSAConfig(q_tile=128, deterministic=True), gate="given", compress_weights=True),
-    Case(**SMALL, config=NSAConfig(deterministic=True, compress_stride=32), gate="none"),
-    Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(q_tile=128, deterministic=True)),
-    Case(**SMALL | dict(T=4096), config=NSAConfig(deterministic=True)),
+    Case(**SMALL, config=FIXED),
+    Case(**SMALL, config=TILES, gate="given", compress_weights=True),
+    Case(**SMALL, config=FIXED.replace(compress_stride=32), gate="none"),
+    Case(**SMALL | dict(D=64, Hq=2), config=TILES),
+    Case(**SMALL | dict(T=4096), config=FIXED),
     Case(**SMALL, config=NSAConfig()),
-    Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig(deterministic=True)),
-    Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig(q_tile=128, deterministic=True)),
+    Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=FIXED),
+    Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=TILES),
     Case(**SMALL, config=NSAConfig(q_tile=128, block_size=128), causal=False),
 ]
 
 
+def step(call: Callable[..., Tensor], of: list[Tensor], do: Tensor | None = None, **given: object) -> list[Tensor]:
+    """The output, and gradients by `do`, or of its square."""
+    o = call(**given)
+    grads = torch.autograd.grad(o.float().square().sum() if do is None else o, of, do)
+    return [o.detach().clone(), *(x.clone() for x in grads)]
+
+
+def assert_close(got: list[Tensor], want: list[Tensor]) -> None:
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        error = (x.float() - y.float()).norm() / y.float().norm().clamp(min=1e-6)
+        assert error < 0.02, (i, float(error))
+
+
+def assert_replays(
+    call: Callable[..., Tensor], draw: Callable[[int], tuple[list[Tensor], Tensor]], *, exact: bool = True
+) -> None:
+    """A graph of a step gives what the step does for other tensors; `draw` gives those, and do, of a seed."""
+    of, do = draw(0)
+    of = [x.requires_grad_() for x in of]
+    graph, static = captured(lambda: step(lambda: call(*of), of, do))
+    for seed in (1, 2):
+        fresh, fresh_do = draw(seed)
+        with torch.no_grad():
+            for x, y in zip((*of, do), (*fresh, fresh_do), strict=True):
+                x.copy_(y)
+            for x in static:
+                x.fill_(torch.nan)
+        graph.replay()
+        fresh = [x.requires_grad_() for x in fresh]
+        for i, (x, y) in enumerate(zip(static, step(lambda: call(*fresh), fresh, fresh_do), strict=True)):
+            if exact:
+                assert torch.equal(x, y), (i, seed)
+            else:
+                torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=0.02, msg=f"{i}, {seed}")
+
+
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_replays_equal_eager_calls(case: Case) -> None:
-    needs_hopper(case.config)
-    tensors = draw(case, 0)
-    for name, x in tensors.items():
-        x.requires_grad_(name != "do")
-    graph, static = captured(lambda: step(case, tensors))
-    for seed in (1, 2):
-        fresh = draw(case, seed)
-        with torch.no_grad():
-            for name, x in tensors.items():
-                x.copy_(fresh[name])
-            for x in static.values():
-                x.fill_(float("nan"))
-        graph.replay()
-        for name, x in fresh.items():
-            x.requires_grad_(name != "do")
-        want = step(case, fresh)
-        for name, x in static.items():
-            if case.config.deterministic:
-                assert torch.equal(x, want[name]), (name, seed)
-            else:
-                torch.testing.assert_close(x.float(), want[name].float(), rtol=0.02, atol=0.02, msg=f"{name}, {seed}")
+    """Packed sequences start where the host says."""
+    if case.config.deterministic:
+        needs_hopper()
+    names, starts = list(make_inputs(case).tensors()), None if case.lengths is None else starts_of(case.lengths)
+
+    def draw(seed: int) -> tuple[list[Tensor], Tensor]:
+        inputs = make_inputs(replace(case, seed=seed), "cuda")
+        return list(inputs.tensors().values()), inputs.do
+
+    def call(*tensors: Tensor) -> Tensor:
+        return nsa(**dict(zip(names, tensors)), config=case.config, causal=case.causal, cu_seqlens=starts)
+
+    assert_replays(call, draw, exact=case.config.deterministic)
 
 
 def test_packed_sequences_whose_starts_are_on_the_cpu() -> None:
     """The host knows the lengths, so nothing waits for the GPU; their copies outlive any other packing's."""
-    lengths, config = (300, 1, 64, 500, 35), NSAConfig(deterministic=True)
-    needs_hopper(config)
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    needs_hopper()
+    starts = starts_of((300, 1, 64, 500, 35))
     torch.manual_seed(0)
-    layer = NSAttention(512, num_heads=8, num_kv_heads=2, head_dim=64, config=config, rope=RotaryEmbedding(64))
+    layer = NSAttention(512, num_heads=8, num_kv_heads=2, head_dim=64, config=FIXED, rope=RotaryEmbedding(64))
     layer.to("cuda", torch.bfloat16)
+    others = iter(range(1, 71))
 
-    def step(x: torch.Tensor, do: torch.Tensor, cu_seqlens: torch.Tensor) -> Tensors:
-        o = layer(x, cu_seqlens=cu_seqlens)
-        return {"o": o.detach(), "dx": torch.autograd.grad(o, x, do)[0]}
-
-    def drawn(seed: int) -> torch.Tensor:
+    def draw(seed: int) -> tuple[list[Tensor], Tensor]:
+        for other in others if seed else ():  # more packings than are remembered
+            starts_on(starts_of((other,)), torch.device("cuda", 0))
+            Varlen.of(CallSpec(FIXED, True, 1.0, (other,)), torch.device("cuda", 0))
         torch.manual_seed(seed)
-        return torch.randn(2, 900, 512, device="cuda", dtype=torch.bfloat16)
+        x, do = torch.randn(2, 900, 512, device="cuda", dtype=torch.bfloat16)
+        return [x.clone()], do
 
-    x, do = drawn(0)
-    x = x.clone().requires_grad_()
-    graph, static = captured(lambda: step(x, do, starts))
-    for others in range(70):  # more packings than are remembered
-        starts_on(torch.tensor([0, others + 1], dtype=torch.int32), torch.device("cuda", 0))
-        Varlen.of(CallSpec(config, True, 1.0, (others + 1,)), torch.device("cuda", 0))
-    for seed in (1, 2):
-        fresh, fresh_do = drawn(seed)
-        with torch.no_grad():
-            x.copy_(fresh)
-            do.copy_(fresh_do)
-        graph.replay()
-        want = step(fresh.requires_grad_(), fresh_do, starts.cuda())
-        assert all(torch.equal(static[name], want[name]) for name in want), seed
+    assert_replays(lambda x: layer(x, cu_seqlens=starts), draw)
 
 
 def test_graphed_module() -> None:
     """A training step of the module: output and the gradients of every parameter and of x."""
-    config = NSAConfig(deterministic=True, block_counts=8)
-    needs_hopper(config)
-    torch.manual_seed(0)
-    options = dict(num_heads=8, num_kv_heads=2, config=config, compression="linear")
-    layer = NSAttention(512, **options, device="cuda", dtype=torch.bfloat16)
-    own = NSAttention(512, **options, device="cuda", dtype=torch.bfloat16)
+    needs_hopper()
+    options = dict(num_heads=8, num_kv_heads=2, config=FIXED.replace(block_counts=8), compression="linear")
+    layer, own = (NSAttention(512, **options, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     own.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 640, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    graphed = torch.cuda.make_graphed_callables(layer, (x.detach().clone().requires_grad_(),))
+    x = torch.randn(2, 640, 512, device="cuda", dtype=torch.bfloat16)
+    graphed = torch.cuda.make_graphed_callables(layer, (x.clone().requires_grad_(),))
     for _ in range(2):
-        x = torch.randn_like(x).requires_grad_()
-        do = torch.randn_like(x)
-        got = graphed(x)
-        got_grads = torch.autograd.grad(got, [x, *layer.parameters()], do)
-        got, got_grads = got.clone(), [g.clone() for g in got_grads]
-        want = own(x)
-        want_grads = torch.autograd.grad(want, [x, *own.parameters()], do)
-        assert torch.equal(got, want)
-        for name, a, b in zip(("x", *dict(own.named_parameters())), got_grads, want_grads, strict=True):
-            assert torch.equal(a, b), name
+        x, do = torch.randn_like(x).requires_grad_(), torch.randn_like(x)
+        got = step(lambda: graphed(x), [x, *layer.parameters()], do)
+        want = step(lambda: own(x), [x, *own.parameters()], do)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """CUDA graphs that are replayed, of what was not compiled before."""
+    torch._dynamo.reset()
+    counters.clear()
+    seen, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (seen.append(graph), replay(graph))[1])
+    return seen
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["batch", "packed", "lists"])
+def test_reduce_overhead_runs_cuda_graphs(kind: str, replays: list[object]) -> None:
+    """Forward and backward are one each, and take other starts."""
+    total = sum(LENGTHS)
+    if kind == "lists":
+        of = [drawn(total, h, 64, seed=h).requires_grad_() for h in (4, 2, 2)]
+        lists = torch.tensor([[0, 1, -1]], dtype=torch.int32, device="cuda").repeat(total, 2, 1)
+        call, arguments = partial(selected_attention, block_size=64), (*of, lists)
+    else:
+        call = NSAttention(256, num_heads=4, num_kv_heads=2, config=FIXED).to("cuda", torch.bfloat16)
+        arguments = (drawn(*(() if kind == "packed" else (2,)), total, 256).requires_grad_(),)
+        of = [*arguments, *call.parameters()]
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    for turn, lengths in enumerate((LENGTHS, OTHERS, LENGTHS, OTHERS)):
+        given = {} if kind == "batch" else dict(cu_seqlens=starts_of(lengths, "cuda"))
+        want = step(partial(call, *arguments), of, **given)
+        replays.clear()
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(step(partial(compiled, *arguments), of, **given), want)
+        assert turn < 2 or len(replays) == 2, (turn, len(replays))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_step_decodes(mode: str, replays: list[object]) -> None:
+    """One graph for all lengths, past the end of a block; its caches are changed in place, and none is copied."""
+    config, T, first, room = NSAConfig(block_counts=5, window_size=100), 330, 310, 1 << 16
+    q, k, v = (drawn(2, T, h, 64, seed=i) for i, h in enumerate((8, 2, 2)))
+    names = "k_cache", "v_cache", "k_cmp_cache", "v_cmp_cache"
+    caches = {name: drawn(2, room // (64 if "cmp" in name else 1), 2, 64) for name in names}
+    seqlens = torch.zeros(2, dtype=torch.int32, device="cuda")
+    want = nsa(q, k, v, config=config, backend="eager")
+    decode, tokens = partial(nsa_with_kvcache, config=config, cache_seqlens=seqlens, **caches), (q, k, v)
+    start = dict(zip("qkv", (x[:, :first] for x in tokens)))
+    decode(**start, backend="eager")
+    seqlens += first
+    for x in (*caches.values(), seqlens):
+        torch._dynamo.mark_static_address(x)
+
+    @partial(torch.compile, fullgraph=True, mode=mode)
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return decode(q, k=k, v=v) * 1
+
+    for t in range(first, T):
+        new = [x[:, t : t + 1].clone() for x in tokens]
+        replays.clear()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.compiler.cudagraph_mark_step_begin()
+        o = one(*new).clone()
+        assert_close([o], [want[:, t : t + 1]])
+        if t > first + 2:
+            assert torch.cuda.max_memory_allocated() - before < caches["k_cache"].nbytes
+            assert len(replays) == (mode == "reduce-overhead")
+        seqlens += 1
+    assert counters["inductor"]["cudagraph_skips"] == 0 and counters["stats"]["unique_graphs"] == 1

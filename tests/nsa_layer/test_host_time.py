@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
-from itertools import accumulate
 
 import pytest
 import torch
+from layer_calls import needs_hopper, no_waits
 from stub_kernels import stubs
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.call_spec import CallSpec
-from nsa_layer.cute.varlen import Varlen
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import Case, make_inputs
 
@@ -59,23 +56,6 @@ def test_a_warm_call_asks_nothing_of_the_dsl(monkeypatch: pytest.MonkeyPatch) ->
         _flash_attn_fwd(q, k, k, causal=True)
 
 
-@pytest.mark.parametrize(
-    "config", [NSAConfig(), NSAConfig(block_size=64, compress_stride=16), NSAConfig(block_size=128, q_tile=128)]
-)
-def test_packed_starts(config: NSAConfig) -> None:
-    lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
-    varlen = Varlen.of(CallSpec(config, True, 1.0, lengths), torch.device("cpu"))
-    assert varlen.cu_seqlens.tolist() == [0, *accumulate(lengths)] and varlen.cu_seqlens.dtype == torch.int32
-    for starts, total, counted in (
-        (varlen.cu_compressed, varlen.total_compressed, config.compressed_length),
-        (varlen.cu_tiles, varlen.cu_tiles[-1], config.num_tiles),
-        (varlen.cu_key_blocks, varlen.total_key_blocks, config.num_blocks),
-    ):
-        assert starts.tolist() == [0, *accumulate(map(counted, lengths))] and starts.dtype == torch.int32
-        assert total == starts[-1]
-    assert (varlen.longest, varlen.longest_compressed) == (1000, config.compressed_length(1000))
-
-
 def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
     inputs = make_inputs(case, "cuda")
     return {name: x.requires_grad_() for name, x in inputs.tensors().items()}, inputs.do, inputs.cu_seqlens
@@ -86,12 +66,9 @@ def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.
 @pytest.mark.parametrize("q_tile, deterministic", [(1, False), (1, True), (128, True)])
 def test_the_host_never_waits(q_tile: int, deterministic: bool, starts: str | None) -> None:
     """Starts of packed sequences that the host knows, or the GPU alone."""
-    if deterministic and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    lengths, config = (
-        None if starts is None else (700, 1, 0, 323),
-        NSAConfig(q_tile=q_tile, deterministic=deterministic),
-    )
+    if deterministic:
+        needs_hopper()
+    lengths, config = starts and (700, 1, 0, 323), NSAConfig(q_tile=q_tile, deterministic=deterministic)
     case = Case(T=1024, **SMALL, lengths=lengths, config=config, compress_weights=True)
     tensors, do, cu_seqlens = inputs_of(case)
     if starts is not None:
@@ -99,15 +76,8 @@ def test_the_host_never_waits(q_tile: int, deterministic: bool, starts: str | No
     call = lambda: nsa(**tensors, config=case.config, cu_seqlens=cu_seqlens)  # noqa: E731
     for _ in range(3):
         torch.autograd.grad(call(), list(tensors.values()), do)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            torch.autograd.grad(call(), list(tensors.values()), do)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not waits, [str(w.message) for w in waits]
+    with no_waits():
+        torch.autograd.grad(call(), list(tensors.values()), do)
 
 
 @pytest.mark.gpu

@@ -87,6 +87,7 @@ KERNELS = {
     "small tiles in groups": (other(PACK, q_tile=32), dict(heads=1, kept=[False, True, True])),
     "tiles in groups": (dataclasses.replace(TILES, **PROJECTED), dict(heads=1, **ALL)),
     "packed tiles, own keys": (OWN, dict(heads=2, **ALL)),
+    "packed in groups": (PACK, dict(heads=1, kept=[False, True, True])),
     "given": (PACK, dict(heads=1, lists=3, **ALL)),
     "lists alone": (TOKENS, dict(alone=True, lists=3)),
     "packed lists alone": (PACK, dict(alone=True, lists=3)),
@@ -104,8 +105,11 @@ def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(name: str) ->
         check(*on_kernels(name), test_utils=OF_SHAPES)
 
 
+GROUPED = "by token", "packed, recomputed, gates", "packed tiles, own keys", "packed in groups"
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["by token", "packed, recomputed, gates", "packed tiles, own keys", "lists alone"])
+@pytest.mark.parametrize("name", [*GROUPED, "lists alone", "packed lists alone"])
 def test_pytorch_finds_nothing_wrong_with_the_kernels(name: str) -> None:
     tensors, static = on_kernels(name, "cuda")
     check(tensors, static | dict(deterministic=True))

@@ -14,10 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.export import Dim, export
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -32,7 +37,6 @@ class Place:
     """A device, and sizes for its backend: ``dim`` is four heads, ``lengths`` are of sequences and divide ``total``."""
 
     device: str
-    operator: str
     dim: int
     config: NSAConfig
     dtype: torch.dtype
@@ -56,9 +60,9 @@ class Place:
 
 
 SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
-CPU = Place("cpu", "attend", 32, SMALL, torch.float32, (40, 57), ((7, 0, 53), (30, 29, 1)))
+CPU = Place("cpu", 32, SMALL, torch.float32, (40, 57), ((7, 0, 53), (30, 29, 1)))
 FIXED = NSAConfig(deterministic=True)
-GPU = Place("cuda", "attend", 256, FIXED, torch.bfloat16, (300, 1000), ((300, 0, 723), (1, 895, 127)))
+GPU = Place("cuda", 256, FIXED, torch.bfloat16, (300, 1000), ((300, 0, 723), (1, 895, 127)))
 
 
 @pytest.fixture(params=[pytest.param(CPU, id="cpu"), pytest.param(GPU, id="cuda", marks=pytest.mark.gpu)])
@@ -231,7 +235,7 @@ def test_an_export_takes_any_length(name: str, strict: bool, place: Place) -> No
     dtype = place.dtype if strict else torch.bfloat16
     module = layer(place, **dict(MODULES, **{"own means": dict(kv_per_branch=True)})[name]).to(dtype)
     program, file = exported(module, place, strict), io.BytesIO()
-    operator = getattr(torch.ops.nsa_layer, place.operator).default
+    operator = torch.ops.nsa_layer.attend.default
     assert [node.target for node in program.graph.nodes].count(operator) == 1
     torch.export.save(program, file)
     file.seek(0)
@@ -278,7 +282,7 @@ def test_a_package_of_aotinductor_takes_any_length(tmp_path: Path, place: Place)
 def test_selective_checkpoints_keep_the_operators(compiles: bool, place: Place) -> None:
     """Backward does not call them again."""
     module, x = layer(place), place.tokens(1, place.lengths[0]).requires_grad_()
-    kept, of = getattr(torch.ops.nsa_layer, place.operator).default, (x, *module.parameters())
+    kept, of = torch.ops.nsa_layer.attend.default, (x, *module.parameters())
 
     def policy(context: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op is kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -371,7 +375,24 @@ def test_a_profiler_names_the_operators_and_their_parts(place: Place) -> None:
     with torch.profiler.profile() as profiler:
         module(x).float().sum().backward()
         torch.compile(module, fullgraph=True, backend="aot_eager")(x).float().sum().backward()
-    names = {f"nsa_layer::{name}" for name in (place.operator, f"{place.operator}_backward", "choose")}
+    names = {f"nsa_layer::{name}" for name in ("attend", "attend_backward", "choose")}
     assert names | {"nsa_layer::slc" if place is CPU else "nsa_layer::slc_dkdv"} <= {
         event.key for event in profiler.key_averages()
     }
+
+
+@pytest.mark.gpu
+def test_wrappers_of_distributed_training_run_the_kernels(tmp_path: Path) -> None:
+    """In one process, by NCCL."""
+    module, x = layer(GPU), GPU.tokens(1, 1000)
+    want = [d.clone() for d in torch.autograd.grad(module(x).float().square().mean(), list(module.parameters()))]
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("nccl", init_method=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        both = DistributedDataParallel(copy.deepcopy(module)), fully_shard(module, mesh=init_device_mesh("cuda", (1,)))
+        for wrapped in both:
+            wrapped(x).float().square().mean().backward()
+            found = [p.grad for p in wrapped.parameters()]
+            assert_same([d.full_tensor() if isinstance(d, DTensor) else d for d in found], want)
+    finally:
+        dist.destroy_process_group()
