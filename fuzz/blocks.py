@@ -210,16 +210,24 @@ def rows_of(table: torch.Tensor, draw: random.Random | None = None) -> list[list
 
 
 def lists_of_rows(
-    kinds: dict[str, Rows], form: str, across: list[int], rows_before: str, *, width: int = 1, **fields: Any
+    kinds: dict[str, Rows],
+    form: str,
+    across: list[int],
+    rows_before: str,
+    *,
+    width: int = 1,
+    spare: int = 0,
+    **fields: Any,
 ) -> Any:
     """Lists in a form, of the rows of "mask" and "full" blocks.
 
-    across: blocks that a row of each sequence may list. width: of padded and compact rows, at least.
+    across: blocks that a row of each sequence may list. width: of padded and compact rows, at least. spare: unused
+        entries of the longest one, where it may list as many.
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     for kind, rows in kinds.items():
-        cnt, idx, starts = _formed(rows, form, across, width)
+        cnt, idx, starts = _formed(rows, form, across, width, spare)
         fields |= {f"{kind}_block_cnt": cnt, f"{kind}_block_idx": idx}
         if starts is not None:
             own_starts = form == "ragged" and kind == "full"
@@ -231,11 +239,11 @@ def lists_of_rows(
 
 
 def _formed(
-    rows: Rows, form: str, across: list[int], width: int = 1
+    rows: Rows, form: str, across: list[int], width: int = 1, spare: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Counts, entries, and where sequences or rows start."""
     longest = max((len(row) for head in rows for own in head for row in own), default=0)
-    width = max(width, longest)
+    width = max(width, longest, min(longest + spare, max(across)))
 
     def filled(row: list[int], width: int) -> list[int]:
         return row + [POISON] * (width - len(row))

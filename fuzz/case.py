@@ -21,6 +21,7 @@ KEPT = ("batch", "rows", "pages")  # ways to keep sequences in caches
 CALLS = ("nsa", "selected_attention", "unshard_sequence")  # that ranks share
 # What rank 1 of two gives otherwise, for each of these calls.
 DIFFERENCES = ("", "cu_seqlens", "tokens", "class", "option", "tiles")
+OPTIONS = ("score_mod", "softcap", "sink", "seqused")  # of an attention call
 LAYOUTS = ("contiguous", "heads first", "fused", "every other batch")
 
 
@@ -206,66 +207,89 @@ class Served(Pasteable):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Kind(Pasteable):
-    """The options that attention kernels are compiled for.
+class Attention(Pasteable):
+    """One call of attention under every mask that is given: what its kernels are compiled for, and its data.
 
     Attributes:
-        mask: "none", "causal", "window", "compressed", or "table": a mask_mod that looks the pair up.
-        lists: whether block lists are given; form: of packed ones, one of FORMS; heads: "one", "kv" or "q" of them, or
-            "all": one list for every head and every batch.
-        block_q, block_k: queries and keys of a block.
-        plan: backward follows a plan.
+        packed: (queries, keys) of each sequence, in place of B, T_q and T_k.
+        window: (left, right). compress: compress_factor and compress_offset. offsets: q_offset of each sequence.
+        mask_mod: a key of `fuzz.mask_mods.MASK_MODS`; "table": one that looks the pair up. option: one of OPTIONS, or
+            "seqused_q" for kernels that are not run.
+        lists: "partial", "full", "both"; "no full": partial, and full_* is None.
+        form: of packed lists, one of FORMS; "shared": padded, one list for all sequences of a pack or a batch.
+        list_heads: heads with lists of their own: 1, Hkv or Hq. block: queries and keys of a block; None: what the
+            architecture's kernels read. q_tiles: such blocks of queries that make one.
+        launch: of key blocks in backward with lists, one of LAUNCHES, or "middle first" of a plan.
+        plan: entries of a work tile, at most, on SM90; 0: no plan. per_group: of all query heads of a key/value head.
         passes: of backward with lists on SM90: 1 or 2, or None for the faster way.
         expanded: what is one in memory and repeated with stride 0: "batch", of q, k and v; "heads", of k and v.
+        pattern, density: of the block lists and of the table; full, shuffle, spare: of the lists; as in `Blocks`, but
+            "three of four" blocks as well; spare None: rows are as wide as there are blocks.
+        locks: backward lists hold semaphore values where two passes, asked for, do without.
+        layout: of q, k, v and do in memory, one of LAYOUTS. scale: of the values in q and k.
+        autograd: through the public function and PyTorch's autograd, not straight to forward and backward.
     """
 
     D: int = 64
     Dv: int | None = None
-    dtype: str = "bfloat16"
+    T_q: int = 300
+    T_k: int = 300
+    B: int = 2
     Hq: int = 4
     Hkv: int = 2
-    packed: bool = False
-    mask: str = "none"
-    lists: bool = False
-    form: str = "padded"
-    heads: str = "one"
-    block_q: int = 128
-    block_k: int = 128
-    full_lists: bool = True
-    deterministic: bool = False
-    plan: bool = False
-    passes: int | None = None
-    pack_gqa: bool | None = None
-    expanded: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Attention(Pasteable):
-    """One call of the kernels: what they are compiled for, and the data.
-
-    Attributes:
-        lengths: (queries, keys) of each sequence; all alike unless ``kind.packed``.
-        window: (left, right). factor, offset: of compressed-causal masking.
-        pattern, density: of the block lists and of the table; full, shuffle, spare: of the lists; as in `Blocks`.
-        launch: of key blocks in deterministic backward. locks: whether its lists bring semaphore values where two
-            passes, asked for, do without. layout: of q, k, v and do in memory, one of LAYOUTS.
-        scale: of the values in q and k.
-        autograd: through the public function and PyTorch's autograd, not straight to forward and backward.
-    """
-
-    kind: Kind = Kind()
-    lengths: tuple[tuple[int, int], ...] = ((128, 128),)
+    packed: tuple[tuple[int, int], ...] = ()
+    causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
-    factor: int = 1
-    offset: int = 0
-    pattern: str = "random"
+    compress: tuple[int, int] | None = None
+    offsets: tuple[int, ...] | None = None
+    mask_mod: str | None = None
+    option: str | None = None
+    lists: str | None = None
+    form: str = "padded"
+    list_heads: int = 1
+    block: tuple[int, int] | None = None
+    q_tiles: int = 1
+    pack_gqa: bool | None = None
+    overlap: bool | None = None
+    deterministic: bool = False
+    launch: str = "left to right"
+    plan: int = 0
+    per_group: bool = False
+    passes: int | None = None
+    expanded: str = ""
+    dtype: str = "bfloat16"
+    pattern: str = "three of four"
     density: float = 0.4
     full: float = 0.5
-    shuffle: bool = False
-    spare: int = 0
-    launch: str = "left to right"
+    shuffle: bool = True
+    spare: int | None = None
     locks: bool = True
     layout: str = "contiguous"
     scale: float = 1.0
     autograd: bool = False
     seed: int = 0
+
+    def __str__(self) -> str:
+        """The id of tests: its repr, but for many sequences their number."""
+        return repr(self).replace(repr(self.packed), f"{len(self.packed)}") if len(self.packed) > 50 else repr(self)
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        return self.packed or ((self.T_q, self.T_k),) * self.B
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Keys of each sequence that the call uses: with the option "seqused" fewer in every other one."""
+        return tuple(max(T_k - 70 * (b % 2) * (self.option == "seqused"), 0) for b, (_, T_k) in enumerate(self.lengths))
+
+    @property
+    def mask(self) -> str:
+        """The mask in a word: "compressed", "window", "causal", that of the mask_mod, or "none"."""
+        if self.compress is not None or self.window != (None, None):
+            return "window" if self.compress is None else "compressed"
+        return "causal" if self.causal else self.mask_mod or "none"
+
+    @property
+    def ordered(self) -> bool:
+        """True if backward lists, or their plan, hold semaphore values: in two passes they may."""
+        return self.deterministic and (self.locks or self.passes != 2)

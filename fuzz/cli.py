@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fuzz.case import Kind
+from fuzz.case import Attention
 from fuzz.kinds import in_stock
 from fuzz.mutations import Mutation, all_mutations, planted
 from fuzz.pool import Job, Pool, Tally
@@ -28,7 +28,7 @@ from fuzz.run import Budget, check_one, parse_case, read_failure, write_failure
 from nsa_tools.report.tables import markdown
 
 PASSED, FAILED, NOTHING_RAN = 0, 1, 2
-Suits = Callable[[Kind | None], bool]
+Suits = Callable[[Attention | None], bool]
 MANY = 2000  # examples of a slice; its seconds end it before
 SLICE = 1.0  # seconds with a property in search of a planted fault, from the first example on
 

@@ -18,7 +18,7 @@ faults(
      "Keys past the end of a sequence are not masked on Hopper.", given(mask_seqlen=False), ON_A_GPU),
     ("kernel: classification off by one", "flash_attn.cute.compressed_causal.mask:CompressedCausal.keys_seen_by",
      IS_ITS, "A query sees one compressed key too many.", result(lambda keys: keys + 1),
-     ON_A_GPU | dict(shows=lambda kind: kind.mask == "compressed")),
+     ON_A_GPU | dict(shows=lambda kind: kind.compress)),
     ("kernel: loads past the end", "flash_attn.cute.runtime.bounded_loads:bounded", "relations.neighbours",
      "On Hopper, tiles of a packed sequence hold rows of the next one.",
      instead(lambda original, tensor, cu_seqlens, dim=0: tensor), ON_A_GPU | dict(shows=lambda kind: kind.packed)),
@@ -57,7 +57,7 @@ def _lost_step(loop: Any) -> Any:
 
 @fault(
     "kernel: first sequence's rows", "flash_attn.cute.lists.rows:find_row", IS_ITS, **ON_A_GPU,
-    shows=lambda kind: kind.lists and kind.heads != "all" and (not kind.packed or kind.form == "padded"),
+    shows=lambda kind: kind.lists and kind.form == "padded",
 )  # fmt: skip
 @instead
 def _rows(original: Callable, tensors: Any, rows_before: Any, batch: Any, *place: Any, **more: Any) -> Any:
@@ -66,15 +66,15 @@ def _rows(original: Callable, tensors: Any, rows_before: Any, batch: Any, *place
 
 
 @fault(
-    "kernel: hangs", "fuzz.attention:lists_for", IS_ITS, needs=GPU, seconds=300.0, waits=True,
+    "kernel: hangs", "fuzz.attention_lists:backward_lists", IS_ITS, needs=GPU, seconds=300.0, waits=True,
     shows=lambda kind: kind.passes == 1 and kind.deterministic and not kind.plan and not kind.packed,
 )  # fmt: skip
 @instead
-def _never_its_turn(original: Callable, call: Any, backward: bool) -> Any:
+def _never_its_turn(original: Callable, *args: Any, **more: Any) -> Any:
     """Every add to dq waits for one more than comes before it, so that none is first: what the watchdog is for."""
-    lists = original(call, backward)
+    lists = original(*args, **more)
     names = [name for name in ("dq_write_order", "dq_write_order_full") if getattr(lists, name, None) is not None]
-    return lists._replace(**{name: getattr(lists, name) + 1 for name in names}) if backward and names else lists
+    return lists._replace(**{name: getattr(lists, name) + 1 for name in names}) if names else lists
 
 
 @fault("kernel: bit of a token", UNIONS, BY_TOKEN, **ON_A_GPU)

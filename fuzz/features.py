@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fuzz import case as cases
-from fuzz.attention import in_two_passes
+from fuzz.attention_lists import in_two_passes
 from fuzz.case import Attention, Blocks, Edge, Fields, Packed, Prompt, Ranks, Served, Texts, Window, Words
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.kinds import heads_of_a_cta
@@ -161,17 +161,17 @@ def faults(kind: type) -> set[str]:
 
 def _of_lists(c: Attention) -> set[str]:
     """Features of an attention call that depend on its lists, its mask, and what its kernels loop over."""
-    kind, (heads, group) = c.kind, (heads_of_a_cta(c), c.kind.Hq // c.kind.Hkv)
-    listed, two = kind.lists, kind.lists and in_two_passes(c)
+    heads, group, listed = heads_of_a_cta(c), c.Hq // c.Hkv, c.lists is not None
+    two = listed and in_two_passes(c)
     has = {
-        f"mask {kind.mask}": True,
-        f"lists {kind.form}": listed,
-        f"pattern {c.pattern}": listed or kind.mask == "table",
-        f"deterministic, {c.launch}": kind.deterministic,
+        f"mask {c.mask}": True,
+        f"lists {c.form}": listed,
+        f"pattern {c.pattern}": listed or c.mask_mod == "table",
+        f"deterministic, {c.launch}": c.deterministic,
         "rows in no order" if c.shuffle else "rising rows": listed,
         "wide rows" if c.spare else "compact rows": listed,
         "two passes" if two else "one pass": listed,
-        "semaphore values" if c.locks else "no semaphore values": listed and kind.deterministic,
+        "semaphore values" if c.locks else "no semaphore values": listed and c.deterministic,
         "a CTA walks all heads of a group": heads == group > 1,
         "a CTA walks some heads of a group": 1 < heads != group,
     }

@@ -16,7 +16,7 @@ from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
-from fuzz.case import Kind
+from fuzz.case import Attention
 
 PACKAGES = ("fuzz", "nsa_layer", "nsa_tools", "flash_attn", "patches")
 Change = Callable[[Callable], Callable]
@@ -42,10 +42,10 @@ class Mutation:
     properties: tuple[str, ...]
     seconds: float = 60.0
     needs: str = ""
-    shows: Callable[[Kind], bool] = lambda kind: True
+    shows: Callable[[Attention], bool] = lambda kind: True
     waits: bool = False
 
-    def suits(self, kind: Kind | None) -> bool:
+    def suits(self, kind: Attention | None) -> bool:
         """True if kernels may run with it: a wrong one that waits for its turn waits forever, and a plan reads on."""
         if kind is None:
             return True

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from fuzz.case import Kind
+from fuzz.case import Attention
 from nsa_layer.fork import fork_status
 
 MODULES = ("lists", "packed", "token_lists", "schedule", "masks", "layer", "options", "kernels", "relations")
@@ -39,7 +39,7 @@ class Property:
     name: str
     cases: Callable[..., SearchStrategy]
     check: Callable[[Any], None]
-    kinds: tuple[Kind | None, ...] = (None,)
+    kinds: tuple[Attention | None, ...] = (None,)
     needs: str = ""
     pr: int = 12
     stock: bool = False

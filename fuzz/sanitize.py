@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 
-from fuzz.case import Attention, Kind
+from fuzz.case import Attention
+from fuzz.kinds import call, listed
 from nsa_layer import NSAConfig
+from nsa_tools.testing import cases
 from nsa_tools.testing.cases import Case
 
 SECONDS = 120.0  # for a tool and a case
@@ -27,27 +29,15 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
 REFUSED = ("Device not supported", "LibraryNotLoaded", "Error: Target application terminated before first instrumented")
 CASES = (  # in each a CTA of backward loops over so many queries that it fills stages anew
-    Attention(kind=Kind(D=128, mask="compressed"), lengths=((300, 20),), factor=16, offset=15),
-    Attention(
-        kind=Kind(lists=True, heads="q", plan=True, deterministic=True, mask="causal", passes=1),
-        lengths=((700, 260),),
-        density=0.8,
-        seed=4,
-    ),
-    Attention(
-        kind=Kind(D=128, lists=True, heads="kv", packed=True, form="compact", passes=1),
-        lengths=((700, 129), (1, 1), (0, 4)),
-        density=0.9,
-    ),
-    Attention(kind=Kind(lists=True, heads="one", mask="table", block_k=64), lengths=((200, 200),)),
-    Attention(
-        kind=Kind(D=128, lists=True, heads="kv", deterministic=True, mask="window", full_lists=False),
-        lengths=((700, 260),),
-        density=0.9,
-        window=(100, 0),
+    call(D=128, T_q=300, T_k=20, compress=(16, 15)),
+    listed(list_heads=4, plan=5, deterministic=True, causal=True, passes=1, T_q=700, T_k=260, density=0.8, seed=4),
+    listed(D=128, packed=((700, 129), (1, 1), (0, 4)), form="compact", list_heads=2, passes=1, density=0.9),
+    listed(mask_mod="table", block_k=64, T_q=200, T_k=200),
+    listed(
+        D=128, list_heads=2, deterministic=True, lists="no full", T_q=700, T_k=260, window=(100, 0), density=0.9,
         autograd=True,
     ),
-    Attention(kind=Kind(mask="window", Hq=8, Hkv=2, pack_gqa=True), lengths=((500, 330),), window=(400, None)),
+    call(Hq=8, pack_gqa=True, T_q=500, T_k=330, window=(400, None)),
     Case(T=300, Hq=8, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=3, q_tile=128, window_size=100)),
     Case(
         config=NSAConfig(block_counts=3, q_tile=128, window_size=100, deterministic=True), Hq=8, D=128,
@@ -102,14 +92,11 @@ def _inside(subject: str) -> list[str]:
 def _run_case(case: Attention | Case) -> int:
     """Forward and backward, once; without guards, whose memory around a buffer would hide what is read there."""
     if isinstance(case, Case):
-        from nsa_tools.testing.cases import make_inputs, run
-
-        run("cute", make_inputs(case, "cuda"))
+        cases.run("cute", cases.make_inputs(case, "cuda"))
     else:
-        from fuzz.attention import called, lists_for, make, options
+        from fuzz.attention import make_inputs, results
 
-        call = make(case)
-        called(call, options(call), lists_for(call, False), lists_for(call, True))
+        results(case, make_inputs(case))
     torch.cuda.synchronize()
     return 0
 

@@ -20,7 +20,6 @@ from fuzz.case import (
     Blocks,
     Edge,
     Fields,
-    Kind,
     Packed,
     Ranks,
     Served,
@@ -311,43 +310,42 @@ def fields() -> st.SearchStrategy[Fields]:
 
 
 @st.composite
-def attention(draw: st.DrawFn, kind: Kind) -> Attention:
+def attention(draw: st.DrawFn, kind: Attention) -> Attention:
     """Data for kernels that are compiled for `kind`: nothing drawn here compiles anything anew, but that lists of few
     blocks take two passes where the kind leaves it to them."""
-    without_locks = kind.passes == 2 and kind.deterministic
     by_room = passes_by_room(kind)
     length = st.one_of(st.integers(1, 700), st.sampled_from((1, 64, 127, 128, 129, 256, 513, 1000)))
     if by_room:
         length = st.one_of(length, st.integers(600, 1000))
+    some = st.one_of(st.integers(0, 400), st.sampled_from((0, 1, 128, 129)))
+    usual = st.lists(st.tuples(some, some), min_size=1, max_size=5)
+    tiny = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=8, max_size=40)
+    huge = st.just([(1, 1), (2000, 1500), (0, 7), (3, 0)])
     if kind.packed:
-        some = st.one_of(st.integers(0, 400), st.sampled_from((0, 1, 128, 129)))
-        usual = st.lists(st.tuples(some, some), min_size=1, max_size=5)
-        tiny = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=8, max_size=40)
-        huge = st.just([(1, 1), (2000, 1500), (0, 7), (3, 0)])
-        lengths = draw(st.one_of(usual, usual, tiny, huge).filter(lambda x: all(map(sum, zip(*x)))).map(tuple))
+        packs = st.one_of(usual, usual, tiny, huge).filter(lambda x: all(map(sum, zip(*x))))
+        sizes = dict(packed=packs.map(tuple))
     else:
-        lengths = ((draw(length), draw(length)),) * draw(st.integers(2 if kind.expanded == "batch" else 1, 3))
+        sizes = dict(T_q=length, T_k=length, B=st.integers(2 if kind.expanded == "batch" else 1, 3))
+    side = st.one_of(st.integers(0, 300), st.sampled_from((0, 127, 128, *PAST_32_BITS)))
     factor = draw(st.one_of(st.sampled_from((16, 1, 2, 3, 7, 64)), st.integers(1, 300)))
     offset = draw(st.one_of(st.sampled_from((factor - 1, 0, -1, 1)), st.integers(-300, 300)))
-    if (factor, offset) == (1, 0):
-        offset = 1  # that pair is plain causal
-    side = st.one_of(st.integers(0, 300), st.sampled_from((0, 127, 128, *PAST_32_BITS)))
-    sides = draw(st.sampled_from(("left", "right", "both")))
-    return Attention(
-        kind=kind,
-        lengths=lengths,
-        window=(draw(side) if sides != "right" else None, draw(side) if sides != "left" else None),
-        factor=factor,
-        offset=offset,
-        pattern=draw(st.sampled_from(PATTERNS)),
-        density=draw(st.sampled_from((0.4, 0.1, 0.8))),
-        full=draw(st.sampled_from((0.5, 0.0, 1.0))),
-        shuffle=draw(st.booleans()),
-        spare=draw(st.sampled_from((0, 3, 8) if by_room else (0, 0, 3))),
-        launch=draw(st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES)),
-        layout=draw(st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3])),
-        autograd=draw(st.booleans()),
-        locks=not without_locks or draw(st.booleans()),
-        scale=draw(st.sampled_from((1.0, 0.1, 4.0))),
-        seed=draw(SEEDS),
+    if kind.compress:
+        sizes["compress"] = st.just((factor, offset if (factor, offset) != (1, 0) else 1))  # that is plain causal
+    if kind.mask == "window":
+        sizes["window"] = st.one_of(st.tuples(side, side), st.tuples(side, st.none()), st.tuples(st.none(), side))
+    if kind.plan:
+        sizes["plan"] = st.integers(1, 5)
+    data = dict(
+        pattern=st.sampled_from(PATTERNS),
+        density=st.sampled_from((0.4, 0.1, 0.8)),
+        full=st.sampled_from((0.5, 0.0, 1.0)),
+        shuffle=st.booleans(),
+        spare=st.sampled_from((0, 3, 8) if by_room else (0, 0, 3)),
+        launch=st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES),
+        layout=st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3]),
+        autograd=st.booleans(),
+        locks=st.booleans() if kind.passes == 2 and kind.deterministic else st.just(True),
+        scale=st.sampled_from((1.0, 0.1, 4.0)),
+        seed=SEEDS,
     )
+    return replace(kind, **{name: draw(of) for name, of in (sizes | data).items()})

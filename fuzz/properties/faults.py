@@ -10,14 +10,15 @@ from functools import partial
 import torch
 
 from fuzz import strategies
-from fuzz.attention import lists_for, make, options, public
+from fuzz.attention import attend, both_lists, make_inputs
 from fuzz.canary import Guarded, untouched
-from fuzz.case import Attention, Kind
-from fuzz.kinds import ALL
+from fuzz.case import Attention
+from fuzz.kinds import ALL, COMPRESSED, call, listed, packed
 from fuzz.prop import GPU, Skip, holds
 from fuzz.properties.layer import kernel_cases
 from nsa_layer import nsa
-from nsa_tools.testing.cases import Case, Inputs, Result, make_inputs, run
+from nsa_tools.testing import cases
+from nsa_tools.testing.cases import Case, Inputs, Result, run
 
 Leaves = dict[str, torch.Tensor]
 
@@ -38,7 +39,7 @@ def unwritten(inputs: Inputs, backend: str, device: str) -> tuple[Result, Result
 @holds("faults.nothing unwritten is read", strategies.layer_cases)
 def nothing_unwritten_is_read(case: Case) -> None:
     """The layer gives the same bits."""
-    once, again = (result.tensors() for result in unwritten(make_inputs(case), "eager", "cpu"))
+    once, again = (result.tensors() for result in unwritten(cases.make_inputs(case), "eager", "cpu"))
     for name, x in once.items():
         assert x.equal(again[name]), f"{name} depends on what was in memory before"
 
@@ -46,7 +47,7 @@ def nothing_unwritten_is_read(case: Case) -> None:
 @holds("faults.nothing unwritten is read, kernels", kernel_cases, needs=GPU)
 def nothing_unwritten_is_read_by_kernels(case: Case) -> None:
     """The same bits where kernels are deterministic, and nowhere NaN."""
-    exact, inputs = case.config.deterministic, make_inputs(case, "cuda")
+    exact, inputs = case.config.deterministic, cases.make_inputs(case, "cuda")
     once, again = unwritten(inputs, "cute", "cuda")
     for name, x in once.tensors().items():
         assert _alike(again.tensors()[name], x, exact or name == "o"), f"{name} depends on what was in memory before"
@@ -155,7 +156,7 @@ def capped(spare: int) -> Iterator[None]:
 
 
 def layer_step(case: Case, backend: str, device: str, *, same_bits: bool) -> Step:
-    inputs = make_inputs(case, device)
+    inputs = cases.make_inputs(case, device)
     given = inputs.tensors()
     static = dict(config=case.config, causal=case.causal, backend=backend, cu_seqlens=inputs.cu_seqlens)
     return Step(
@@ -166,18 +167,12 @@ def layer_step(case: Case, backend: str, device: str, *, same_bits: bool) -> Ste
 
 
 def attention_step(case: Attention) -> Step:
-    call = make(case)
-    both, lists = options(call), [lists_for(call, backward) for backward in (False, True)]
-
-    def both_ways(leaves: Leaves) -> None:
-        o, _ = public(call, list(leaves.values()), both, *lists)
-        o.backward(call.do)
-
-    given = {name: getattr(call, name) for name in "qkv"}
+    x = make_inputs(case)
+    lists = both_lists(case, x.q.device)
     return Step(
-        lambda: {name: x.detach().clone().requires_grad_() for name, x in given.items()},
-        both_ways,
-        case.kind.deterministic,
+        lambda: {name: getattr(x, name).detach().clone().requires_grad_() for name in "qkv"},
+        lambda leaves: attend(case, x, list(leaves.values()), **lists)[0].backward(x.do),
+        case.deterministic,
     )
 
 
@@ -203,10 +198,10 @@ def out_of_gpu_memory(case: Case) -> None:
 
 
 MEMORY_KINDS = (
-    Kind(D=128, mask="causal", dtype="float16"),
-    Kind(mask="compressed", Hkv=4, deterministic=True),
-    Kind(lists=True, heads="kv", plan=True, deterministic=True, mask="causal", block_k=64),
-    Kind(D=128, lists=True, heads="kv", packed=True, form="compact", passes=1),
+    call(D=128, causal=True, dtype="float16"),
+    call(Hkv=4, deterministic=True, **COMPRESSED),
+    listed(list_heads=2, plan=1, deterministic=True, causal=True, block_k=64),
+    packed("compact", D=128, list_heads=2, passes=1),
 )
 assert set(MEMORY_KINDS) <= set(ALL), "kernels of their own would have to be compiled"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fuzz import strategies
-from fuzz.attention import make, run, sequences
+from fuzz.attention import make_inputs, run, sequences
 from fuzz.case import Attention
 from fuzz.kinds import KINDS
 from fuzz.prop import GPU, holds
@@ -32,18 +32,19 @@ def near(name: str, one: torch.Tensor, other: torch.Tensor, roundings: float = 8
 @holds("relations.neighbours", strategies.attention, kinds=PACKS, needs=GPU)
 def neighbours(case: Attention) -> None:
     """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
-    call, mine = make(case), case.seed % len(case.lengths)
-    value = (math.nan, math.inf, torch.finfo(call.q.dtype).max)[case.seed % 3]
+    x, mine = make_inputs(case), case.seed % len(case.lengths)
+    value = (math.nan, math.inf, torch.finfo(x.q.dtype).max)[case.seed % 3]
 
     def among_others(name: str) -> torch.Tensor:
-        parts = sequences(case, getattr(call, name), name in ("k", "v"))
+        parts = sequences(case, getattr(x, name), name in ("k", "v"))
         return torch.cat([part if b == mine else torch.full_like(part, value) for b, part in enumerate(parts)])
 
-    (once,), (other,) = run(call), run(replace(call, **{name: among_others(name) for name in ("q", "k", "v", "do")}))
+    spoilt = replace(x, **{name: among_others(name) for name in ("q", "k", "v", "do")})
+    (once,), (other,) = run(case, x), run(case, spoilt)
     for name in once:
         of = (got[name].mT if name == "lse" else got[name] for got in (once, other))
-        clean, beside = (sequences(case, x, name in ("dk", "dv"))[mine] for x in of)
-        if case.kind.deterministic or name in ("o", "lse"):
+        clean, beside = (sequences(case, t, name in ("dk", "dv"))[mine] for t in of)
+        if case.deterministic or name in ("o", "lse"):
             assert beside.equal(clean), f"{name} of sequence {mine} has {int((beside != clean).sum())} other numbers"
         else:
             near(name, beside, clean)
@@ -52,21 +53,21 @@ def neighbours(case: Attention) -> None:
 def keys_seen(case: Attention, t: int) -> int:
     """Keys that query t of a causal case sees: so many of the first."""
     T_q, T_k = case.lengths[0]
-    compressed = case.kind.mask == "compressed"
-    seen = (t - case.offset) // case.factor + 1 if compressed else t + T_k - T_q + 1
+    factor, offset = case.compress or (1, T_q - T_k)
+    seen = (t - offset) // factor + 1
     return max(0, min(T_k, seen))
 
 
 @holds("relations.causality", strategies.attention, kinds=CAUSAL, needs=GPU, stock=True)
 def causality(case: Attention) -> None:
     """Later queries and keys change no bit of an output, and get no gradient from it."""
-    call = make(replace(case, layout="contiguous"))
-    t = case.seed % case.lengths[0][0]
+    case = replace(case, layout="contiguous")
+    x, t = make_inputs(case), case.seed % case.T_q
     seen = keys_seen(case, t)
-    call.do[:, t + 1 :] = 0
+    x.do[:, t + 1 :] = 0
     sides = {"q": t + 1, "k": seen, "v": seen}
-    changed = {name: torch.cat([x[:, :n], 3 - x[:, n:]], 1) for name, n in sides.items() for x in [getattr(call, name)]}
-    (once,), (other,) = run(call), run(replace(call, **changed))
+    changed = {name: torch.cat([of[:, :n], 3 - of[:, n:]], 1) for name, n in sides.items() for of in [getattr(x, name)]}
+    (once,), (other,) = run(case, x), run(case, replace(x, **changed))
     assert once["o"][:, : t + 1].equal(other["o"][:, : t + 1]), f"what comes after query {t} changes o"
     assert once["lse"][..., : t + 1].equal(other["lse"][..., : t + 1]), f"what comes after query {t} changes lse"
     for name, n in (("dq", t + 1), ("dk", seen), ("dv", seen)):

@@ -6,7 +6,7 @@
 from dataclasses import fields
 from itertools import combinations
 
-from fa_cases import Case
+from fuzz.case import Attention as Case
 
 LONG = dict(T_q=700, T_k=700)
 # Of packed sequences: tails, one query, no queries, no keys, more keys than queries and fewer.

@@ -14,13 +14,15 @@ import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import pytest
 
 MULTIPROCESSORS = {"sm_90": 132, "sm_100": 148}
 
@@ -89,7 +91,7 @@ class _Process:
         if self._process is None:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, env=self._environment)
-        request = (inspect.getsourcefile(function), function.__qualname__, args, traced)
+        request = (function.__module__, inspect.getsourcefile(function), function.__qualname__, args, traced)
         try:
             pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
@@ -106,6 +108,16 @@ class _Process:
             self._process.stdin.close()
             self._process.wait()
             self._process = None
+
+
+def in_order(cases: list[Any], *values: Any) -> list[tuple[Any, Any]]:
+    """Each case with one of the values."""
+    return [(case, values[i % len(values)]) for i, case in enumerate(cases)]
+
+
+def swept(cases: Iterable[Any], every: int = 3) -> list[Any]:
+    """The first of each so many cases for `make test`, and the others for `make test-all`."""
+    return [pytest.param(case, marks=pytest.mark.sweep if i % every else ()) for i, case in enumerate(cases)]
 
 
 @cache
@@ -225,8 +237,11 @@ def recorded_grids() -> Iterator[list[tuple[int | None, ...]]]:
         grids.append(tuple(size if isinstance(size, int) else None for size in sizes))
 
 
-def _load(path: str) -> Any:
-    name, folder = Path(path).stem, str(Path(path).parent)
+def _load(name: str, path: str) -> Any:
+    """A module by its name, or a test file, which belongs to no package."""
+    if "." in name:
+        return importlib.import_module(name)
+    folder = str(Path(path).parent)
     if name not in sys.modules:
         sys.path += [folder] * (folder not in sys.path)  # for what stands beside the test
         spec = importlib.util.spec_from_file_location(name, path)
@@ -285,12 +300,12 @@ def _serve() -> None:
     config.fake_tensor_allow_unsafe_data_ptr_access = fork_status().kind == "stock"
     while True:
         try:
-            path, name, args, traced = pickle.load(sys.stdin.buffer)
+            module, path, name, args, traced = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
             with _only_traced() if traced else nullcontext(), FakeTensorMode():
-                answer = (True, getattr(_load(path), name)(*args))
+                answer = (True, getattr(_load(module, path), name)(*args))
         except Exception as error:
             answer = (False, (type(error).__name__, traceback.format_exc()))
         pickle.dump(answer, answers)

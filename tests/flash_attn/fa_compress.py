@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fa_cases import Case
+from fuzz.case import Attention as Case
 
 FIXED = Case(D=128, compress=(64, 63), T_q=1000)
 KINDS = [

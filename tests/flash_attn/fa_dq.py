@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fa_cases import Case, Inputs
-from fa_lists import forward_lists
-from fa_reference import reference
+
+from fuzz.attention import Inputs
+from fuzz.attention_lists import forward_lists
+from fuzz.case import Attention as Case
+from fuzz.oracle import reference
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
 HALVES = dict(block=(128, 64), **LISTS)
@@ -25,7 +27,7 @@ def layout(case: Case, start: int = 64) -> Any:
 
 
 def options(case: Case, x: Inputs) -> dict[str, Any]:
-    from fa_mask_mods import MASK_MODS
+    from fuzz.mask_mods import MASK_MODS
 
     given: dict[str, Any] = {
         "causal": case.causal,

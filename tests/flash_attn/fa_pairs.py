@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from fa_dq import as_rows
 
-from fuzz.attention import Tensors, dense
+from fuzz.attention import Tensors
+from fuzz.oracle import dense
 
 
 @dataclass(frozen=True)

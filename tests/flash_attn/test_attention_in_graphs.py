@@ -316,7 +316,7 @@ def test_pytorch_finds_nothing_wrong_with_the_kernels(case: str, asked: list[tup
 @pytest.mark.parametrize("mod", ["mask", "score"])
 def test_functions_break_graphs_of_the_kernels(mod: str) -> None:
     """The result is that of the options that say the same."""
-    from fa_mask_mods import double, double_bwd, halves
+    from fuzz.mask_mods import double, double_bwd, halves
 
     tensors, _ = on_a_gpu("causal")
     options = dict(mask_mod=halves) if mod == "mask" else dict(score_mod=double, score_mod_bwd=double_bwd)

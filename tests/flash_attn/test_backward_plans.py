@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, forward, in_order, make_inputs
-from fa_compile import Worker, noted
-from fa_lists import backward_lists, ordered_backward_lists
-from fa_reference import assert_alike, assert_bits_repeat
+from fa_compile import Worker, in_order, noted
+from fa_reference import assert_alike, assert_bits_repeat, assert_call_repeats
 from test_upstream_programs import dimensions
 
 from flash_attn.cute.block_lists import packed_write_order
 from flash_attn.cute.lists.backward_plan import plan_backward
+from fuzz.attention import backward, forward, make_inputs, outputs
+from fuzz.attention_lists import backward_lists
 from fuzz.blocks import packed_lists
+from fuzz.case import Attention as Case
 from fuzz.case import Packed
 from fuzz.properties.packed import plan
 
@@ -32,13 +33,14 @@ CASES += [
 ]
 
 
-# Without a plan, in one pass.
+# In one pass.
+WITHOUT_PLAN = PACK | dict(plan=0, deterministic=True, launch="right to left")
 ORDERED = [
-    Case(D=128, causal=True, form="compact", **PACK),
-    Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, **PACK),
-    Case(D=64, form="compact", Hkv=4, list_heads=4, **PACK),
-    Case(D=128, causal=True, form="stacked", list_heads=2, **PACK),
-    Case(D=64, mask_mod="thirds", form="stacked", list_heads=4, block=(128, 64), **PACK),
+    Case(D=128, causal=True, form="compact", **WITHOUT_PLAN),
+    Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, **WITHOUT_PLAN),
+    Case(D=64, form="compact", Hkv=4, list_heads=4, **WITHOUT_PLAN),
+    Case(D=128, causal=True, form="stacked", list_heads=2, **WITHOUT_PLAN),
+    Case(D=64, mask_mod="thirds", form="stacked", list_heads=4, block=(128, 64), **WITHOUT_PLAN),
 ]
 
 
@@ -47,21 +49,16 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
 
     in_use: not all queries that sequences have room for are there.
     """
-    from flash_attn.cute.interface import _flash_attn_bwd
     from flash_attn.cute.lists import deterministic_lists
     from flash_attn.cute.lists.rows import ListRow
 
-    x, lse = make_inputs(case), torch.empty(case.Hq, sum(T for T, _ in case.packed), device="cuda")
-    lists = ordered_backward_lists(case, spt=True)
+    x, lists = make_inputs(case), backward_lists(case)
     seqused_q = torch.empty_like(lists.cu_total_n_blocks.narrow(0, 1, len(case.packed))) if in_use else None
     with (
         noted(ListRow, "entries", dimensions) as visited,
         noted(deterministic_lists, "blocks_before", lambda lengths, *args, **options: lengths) as asked,
     ):
-        _flash_attn_bwd(
-            x.q, x.k, x.v, torch.empty_like(x.do), x.do, lse, **_masks(case, x), seqused_q=seqused_q,
-            block_sparse_tensors=lists, deterministic=True,
-        )  # fmt: skip
+        backward(case, x, *outputs(case, x), lists, seqused_q=seqused_q)
     if case.form == "stacked":
         lengths = asked[-1]
         assert lengths.starts[0] is x.cu_seqlens[0] and lengths.used[0] is seqused_q
@@ -77,11 +74,11 @@ def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "plan"), in_order(ORDERED[3:], 0, 2), ids=str)
 def test_stacked_lists_give_the_bits_of_ragged_ones(case: Case, plan: int) -> None:
-    case = replace(case, deterministic=True, plan=plan, launch="right to left")
+    case = replace(case, plan=plan)
     x = make_inputs(case)
     o, lse = forward(case, x)
     forms = [replace(case, form=form) for form in ("stacked", "ragged")]
-    lists = [backward_lists(form) if plan else ordered_backward_lists(form, spt=True) for form in forms]
+    lists = [backward_lists(form) for form in forms]
     got, expected = (backward(case, x, o, lse, each) for each in lists)
     assert all(map(torch.equal, got, expected))
 
@@ -96,15 +93,11 @@ def test_bits_repeat_beside_other_work(case: Case) -> None:
 @pytest.mark.parametrize(("case", "spt"), in_order(ORDERED, False, True), ids=str)
 def test_semaphore_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
     """In one pass without a plan: the default's gradients up to the order of the adds, and the same bits each time."""
-    case = replace(case, plan=0, deterministic=False)
+    case = replace(case, launch="right to left" if spt else "left to right")
     x = make_inputs(case)
     o, lse = forward(case, x)
-    expected = backward(case, x, o, lse)
-    ordered = ordered_backward_lists(case, spt)
-    got = backward(replace(case, deterministic=True), x, o, lse, ordered)
-    assert_alike(got, expected)
-    for _ in range(20):
-        assert all(map(torch.equal, got, backward(replace(case, deterministic=True), x, o, lse, ordered)))
+    assert_alike(backward(case, x, o, lse), backward(replace(case, deterministic=False), x, o, lse))
+    assert_call_repeats(lambda: backward(case, x, o, lse), 20)
 
 
 def packed_backward(form: str, **more: Any) -> Any:

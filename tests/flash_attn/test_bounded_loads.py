@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, attend, forward, make_inputs, outputs, swept
-from fa_compile import Worker, noted, only_hosts
-from fa_lists import backward_lists, forward_lists
+from fa_compile import Worker, noted, only_hosts, swept
 
-from fuzz.case import Attention, Kind
+from fuzz.attention import NAMES, Inputs, attend, backward, both_lists, forward, make_inputs, outputs
+from fuzz.attention_lists import forward_lists
+from fuzz.case import Attention as Case
+from fuzz.kinds import PACKED as ONE_PACK
+from fuzz.kinds import call
 from fuzz.properties.relations import PACKS, neighbours
 
 PLAIN = ((300, 300), (500, 500), (77, 77), (64, 64))
@@ -40,13 +42,12 @@ LISTED = [
 WINDOW = Case(D=128, packed=EDGES, window=(100, 0), deterministic=True)
 KINDS = [
     *PACKS,
-    Kind(D=64, packed=True, Hkv=1),
-    Kind(D=96, packed=True, mask="causal", deterministic=True),
-    Kind(D=192, Dv=128, packed=True, mask="causal", Hkv=4),
-    Kind(D=256, packed=True, mask="causal", deterministic=True),
+    call(D=64, Hkv=1, **ONE_PACK),
+    call(D=96, causal=True, deterministic=True, **ONE_PACK),
+    call(D=192, Dv=128, causal=True, Hkv=4, **ONE_PACK),
+    call(D=256, causal=True, deterministic=True, **ONE_PACK),
 ]
 VALUES = (math.nan, math.inf, 3e38)
-NAMES = ("o", "lse", "dq", "dk", "dv")
 
 
 # What kernels are made of.
@@ -74,22 +75,12 @@ def recorded_loads() -> Iterator[list[bool | None]]:
 
 def loads(case: Case, passes: int | None = None) -> list[tuple[int, int]]:
     """(bounded, not bounded) of forward's kernel, and of backward's."""
-    from flash_attn.cute import interface
-
     x = make_inputs(case)
-    o, lse = outputs(case, x)
     more = {} if passes is None else dict(block_sparse_tensors_fwd=forward_lists(case), passes=passes)
-
-    def derive() -> object:
-        lists = backward_lists(case)
-        return interface._flash_attn_bwd(
-            x.q, x.k, x.v, o, x.do, lse, **_masks(case, x), block_sparse_tensors=lists, **more
-        )
-
     results = []
-    for call in (lambda: forward(case, x), derive):
+    for kernel in (lambda: forward(case, x), lambda: backward(case, x, *outputs(case, x), **more)):
         with recorded_loads() as found:
-            call()
+            kernel()
         results.append((found.count(True), found.count(False)))
     return results
 
@@ -158,14 +149,10 @@ def test_loads_of_mla(
 # The numbers.
 
 
-def attended(case: Case, x: Inputs, passes: int | None = None, **options: Any) -> dict[str, torch.Tensor]:
+def attended(case: Case, x: Inputs, **options: Any) -> dict[str, torch.Tensor]:
     """Output, log-sum-exp and gradients of the public function."""
-    lists = {}
-    if case.lists is not None:
-        of_keys = backward_lists(case)._replace(passes=passes)
-        lists = dict(block_sparse_tensors=forward_lists(case), block_sparse_tensors_bwd=of_keys)
     leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-    o, lse = attend(case, x, leaves, **lists, **options)
+    o, lse = attend(case, x, leaves, **both_lists(case), **options)
     return dict(zip(NAMES, (o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, x.do)), strict=True))
 
 
@@ -177,10 +164,11 @@ def rows_of(case: Case, side: int) -> list[slice]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
-def test_neighbours(kind: Kind) -> None:
+def test_neighbours(kind: Case) -> None:
     """Each sequence gives what it does beside finite ones."""
     for seed in range(0, 3 * len(EDGES), 5):  # which sequence is looked at, and what the others hold
-        neighbours(Attention(kind=kind, lengths=EDGES, window=(100, 30), factor=16, offset=15, seed=seed))
+        window = (100, 30) if kind.mask == "window" else (None, None)
+        neighbours(replace(kind, packed=EDGES, window=window, seed=seed))
 
 
 @pytest.mark.gpu
@@ -195,9 +183,8 @@ def test_tokens_that_are_not_used(case: Case) -> None:
     for side in (0, 1):
         for rows, n in zip(rows_of(case, side), used[side]):
             kept[side][rows.start : rows.start + n] = True
-    lengths = dict(zip(("seqused_q", "seqused_k"), (torch.tensor(n, dtype=torch.int32, device="cuda") for n in used)))
-    options = lengths | ({} if case.lists is None else dict(passes=2))
-    case = replace(case, deterministic=True)
+    options = dict(zip(("seqused_q", "seqused_k"), (torch.tensor(n, dtype=torch.int32, device="cuda") for n in used)))
+    case = replace(case, deterministic=True, passes=2 if case.lists else None)
     expected = attended(case, x, **options)
     for value in VALUES:
         spoilt = {

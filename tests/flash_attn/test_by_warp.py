@@ -9,13 +9,13 @@ import test_dq_pass
 import test_query_bits
 import torch
 from fa_bits import TokenCase, listed_blocks, union_lists
-from fa_cases import make_inputs
 from fa_compile import Worker, built_kernels
 from fa_cubin import cubins, frames
 from fa_dq import call, layout
-from fa_lists import on_gpu
 
 from flash_attn.cute.multiply import form
+from fuzz.attention import make_inputs
+from fuzz.attention_lists import on_gpu
 
 PACK = ((0, 0), (1, 1), (129, 129), (500, 700), (63, 63), (64, 200))
 GROUPS = (1, 2, 3, 4, 8, 16)

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, forward, make_inputs
 from fa_compile import Worker
-from fa_lists import backward_lists, forward_lists
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
 from flash_attn.cute.multiply.host import with_plain_strides
 from flash_attn.cute.runtime import call_options
+from fuzz.attention import forward, make_inputs
+from fuzz.attention_lists import backward_lists, forward_lists
+from fuzz.case import Attention as Case
 
 EACH = pytest.mark.parametrize("attend", [flash_attn_func, flash_attn_varlen_func])
 LISTED = Case(D=128, causal=True, T_q=900, T_k=900, lists="both")

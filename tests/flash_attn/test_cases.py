@@ -7,10 +7,12 @@ Of a covering set `make test` compiles the first, which have the most pairs of o
 from functools import cache
 
 import pytest
-from fa_cases import Case, compile_case
 from fa_catalogue import ONLY_SM100, SM90, covering
 from fa_compile import shared_worker
 from fa_reference import assert_case, is_blackwell
+
+from fuzz.attention import compile_case
+from fuzz.case import Attention as Case
 
 ALIKE = [  # on both architectures; upstream's kernel for dense calls of 256 on SM100 has no window
     case

@@ -7,13 +7,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from fa_cases import Case, compile_case, swept
-from fa_compile import Worker
+from fa_compile import Worker, swept
 from fa_reference import assert_bits_repeat
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn.cute.runtime import lazy_imports
 from flash_attn.cute.runtime.lazy_imports import Deferred
+from fuzz.attention import compile_case
+from fuzz.case import Attention as Case
 
 
 def test_deterministic_backward(compiler: Worker) -> None:

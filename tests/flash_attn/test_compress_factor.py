@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import OPTIONS, Case, attend, backward, compile_case, in_order, make_inputs, outputs
-from fa_compile import Worker, built_kernels, noted
+from fa_compile import Worker, built_kernels, in_order, noted
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
-from fa_reference import assert_bits_repeat, assert_case, assert_close, reference, results
+from fa_reference import assert_bits_repeat, assert_case, assert_close, one_pass
 
 from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, CompressArgs, compression, refuse_unsupported
-from fuzz.case import Attention, Kind
+from fuzz.attention import attend, backward, compile_case, make_inputs, outputs
+from fuzz.case import OPTIONS
+from fuzz.case import Attention as Case
+from fuzz.oracle import reference
 from fuzz.properties.relations import causality
 
 
@@ -133,10 +135,10 @@ def test_compressed_path_has_the_default_paths_bits(kind: Case, monkeypatch: pyt
     for more in [dict(packed=((100, 100), (513, 513), (1, 1)))] if kind.packed else sizes:
         case = replace(kind, compress=(1, 0), **more)
         x = make_inputs(case)
-        plain = results(case, x)
+        plain = one_pass(case, x)
         with monkeypatch.context() as patch:
             patch.setattr(interface, "compression", lambda *_: CompressArgs(1, 0))
-            compressed = results(case, x)
+            compressed = one_pass(case, x)
         assert all(plain[name].equal(compressed[name]) for name in plain), case
 
 
@@ -144,8 +146,7 @@ def test_compressed_path_has_the_default_paths_bits(kind: Case, monkeypatch: pyt
 @pytest.mark.parametrize("key", [0, 7, 14])
 def test_later_tokens_change_no_bit(key: int) -> None:
     """Keys of blocks of 64: no output before a block's last token knows of it."""
-    kind = Kind(D=128, mask="compressed", deterministic=True)
-    causality(Attention(kind=kind, lengths=((1000, 15),) * 2, factor=64, offset=63, seed=64 * key + 62))
+    causality(replace(FIXED, T_k=15, deterministic=True, seed=64 * key + 62))
 
 
 @pytest.mark.gpu

@@ -18,9 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fa_cases import Case, compile_case, swept
-from fa_compile import Worker, shared_worker
+from fa_compile import Worker, shared_worker, swept
 from fa_cubin import cubins
+
+from fuzz.attention import compile_case
+from fuzz.case import Attention as Case
 
 PACKED = Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4)
 WINDOW = Case(window=(64, 0))

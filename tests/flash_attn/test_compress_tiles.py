@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from fa_cases import in_order
-from fa_compile import Worker, built_kernels
+from fa_compile import Worker, built_kernels, in_order
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs

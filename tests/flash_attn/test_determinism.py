@@ -6,18 +6,18 @@ from functools import partial
 from itertools import accumulate, product
 from typing import Any
 
-import fa_lists
 import pytest
 import torch
-from fa_cases import Case, backward, compile_case, make_inputs, outputs
 from fa_compile import Worker, built_kernels, noted, only_hosts, operations_around
 from fa_cubin import cubins, frames, serialized
-from fa_lists import backward_lists
 from fa_reference import assert_bits_repeat
 
 from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
 from flash_attn.cute.lists.write_order import merged_lists
+from fuzz.attention import backward, compile_case, make_inputs, outputs
+from fuzz.attention_lists import backward_lists, tables
 from fuzz.blocks import packed_lists
+from fuzz.case import Attention as Case
 from fuzz.case import Packed
 
 ORDERED = dict(T_q=700, T_k=700, deterministic=True)
@@ -330,9 +330,7 @@ def test_a_turn_is_waited_for_and_given_on(compiler_sm100: Worker, head: int, fl
 
 def test_some_heads_list_nothing() -> None:
     """The case of the next test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fa_lists, "block", lambda case: (128, 128))
-        listed, _ = fa_lists.tables(SHORT)[0]
+    listed, _ = tables(replace(SHORT, block=(128, 128)))[0]
     empty = ~listed.any(1)
     assert (empty[::2] & ~empty[1::2]).any(), "of one group"
 

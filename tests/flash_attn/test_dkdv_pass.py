@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import swept
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, swept
 from fa_cubin import cubins, frames
 from fa_pairs import TokenCase, call, make_inputs, pairs_of, reference, rounded_sums, row_sums
 from fa_reference import assert_close

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 from fa_bits import TokenCase, dense, listed_blocks, union_lists
-from fa_cases import Case, Inputs, in_order, make_inputs, swept
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, in_order, swept
 from fa_cubin import cubins, frames, serialized
 from fa_dq import HALVES, LENGTHS, LISTS, as_rows, call, layout, queries, rounded_sums, row_sums
-from fa_lists import forward_lists, on_gpu
 from fa_reference import assert_close, attention
 
+from fuzz.attention import Inputs, make_inputs
+from fuzz.attention_lists import forward_lists, on_gpu
 from fuzz.canary import Guarded
+from fuzz.case import Attention as Case
 
 CASES = [
     Case(D=128, **LISTS),

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, forward, make_inputs, swept
-from fa_compile import Worker, built_kernels, noted
-from fa_reference import assert_close, reference
+from fa_compile import Worker, built_kernels, noted, swept
+from fa_reference import assert_close
+
+from fuzz.attention import forward, make_inputs
+from fuzz.case import Attention as Case
+from fuzz.oracle import reference
 
 HALVES = dict(T_q=700, T_k=700, lists="both", block=(128, 64))
 CASES = [
@@ -81,10 +84,9 @@ def test_a_compressed_mask_takes_tiles_of_a_block(compiler_sm90: Worker, case: C
 @pytest.mark.parametrize("D", [64, 128])
 def test_a_compressed_mask_is_the_same_as_a_mask_mod(D: int) -> None:
     """Query t sees key j where 2 * j + 1 <= t."""
-    from fa_lists import forward_lists
-    from fa_mask_mods import halves
-
     from flash_attn.cute.interface import _flash_attn_fwd
+    from fuzz.attention_lists import forward_lists
+    from fuzz.mask_mods import halves
 
     case = Case(D=D, T_q=700, T_k=350, lists="both", block=(128, 64), list_heads=2)
     x, lists = make_inputs(case), forward_lists(case)

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward, compile_case, forward, in_order, make_inputs, outputs
-from fa_compile import Worker, built_kernels, only_hosts
+from fa_compile import Worker, built_kernels, in_order, only_hosts
 from fa_dq import as_rows, queries
-from fa_lists import backward_lists
 from fa_reference import assert_alike, assert_bits_repeat, assert_call_repeats, assert_case
 from test_two_passes import without_dq
 
 from flash_attn.cute.bwd_sm90 import two_pass
+from fuzz.attention import backward, compile_case, forward, make_inputs, options, outputs
+from fuzz.attention_lists import backward_lists
+from fuzz.case import Attention as Case
 
 # A case on one multiprocessor, and how many heads a CTA loops.
 CASES = [
@@ -208,20 +209,18 @@ def test_dk_and_dv_of_heads_one_by_one(
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [LISTED_CASES[0], LISTED_CASES[6]], ids=str)
 def test_groups_add_to_accumulators_of_the_caller(case: Case, groups: None) -> None:
-    from fa_cases import _masks
-
     from flash_attn.cute.interface import _flash_attn_bwd
     from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert, zeroed
 
     x = make_inputs(case)
     o, lse = forward(case, x)
     _, *expected = without_dq(case, x, o, lse)
-    options = _masks(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True)
-    layout = backward_layout(x.q, x.k, x.v, **options)
+    given = options(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True)
+    layout = backward_layout(x.q, x.k, x.v, **given)
     rows = as_rows(o, x.do, lse, queries(case), layout.row_shape, layout.dq.start)
     dk, dv = zeroed(layout.dk, layout.dv, device=x.q.device)
     for _ in range(2):
-        _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **options, shared=SharedBackward(layout, *rows, None, dk, dv))
+        _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **given, shared=SharedBackward(layout, *rows, None, dk, dv))
     cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens[1]
     parts = zip((dk, dv), (layout.dk, layout.dv), expected, (case.D**-0.5 / 2, 1 / 2))
     got = [convert(accum, of, torch.empty_like(t), scale=scale, cu_seqlens=cu_seqlens) for accum, of, t, scale in parts]

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward, make_inputs, outputs
 from fa_compile import Worker, built_kernels, noted
 from fa_compress import FIXED, at_most_seen
-from fa_reference import assert_case, results
+from fa_reference import assert_case, one_pass
 from test_two_passes import without_dq
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
+from fuzz.attention import backward, make_inputs, outputs
 from fuzz.canary import Guarded
+from fuzz.case import Attention as Case
 
 TILE_M, TILE_N = 4, 8
 PAIRS = [(factor, offset) for factor in (2, 3, 5, 16) for offset in (-40, -3, 0, factor - 1, factor + 4, 31)]
@@ -197,14 +198,14 @@ def test_results_do_not_change_under_load(Hkv: int, deterministic: bool, monkeyp
     x, other, busy = make_inputs(case), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
     with monkeypatch.context() as patch:
         patch.setattr(compress_schedule, "last_keys_first", lambda *_, **__: False)
-        expected = results(case, x)
+        expected = one_pass(case, x)
     first = None
     for rank in range(20):
         with torch.cuda.stream(other):
             for _ in range(rank % 5):
                 busy @ busy
         with Guarded("cuda"):
-            got = results(case, x)
+            got = one_pass(case, x)
         first = first or got
         for name in ("dq", "dk", "dv"):
             scale = float(expected[name].abs().max())

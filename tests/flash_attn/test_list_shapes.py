@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward, compile_case, forward, make_inputs, outputs
 from fa_compile import Worker, WorkerError, built_kernels, only_hosts
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import rows as list_rows
 from flash_attn.cute.lists.formats import as_ragged
+from fuzz.attention import backward, compile_case, forward, make_inputs, outputs
 from fuzz.blocks import packed_lists, packed_tables, rows_of
 from fuzz.case import FORMS, Packed
+from fuzz.case import Attention as Case
 
 
 def list_layouts(case: Case) -> dict[str, set[tuple]]:

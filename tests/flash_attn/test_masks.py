@@ -1,8 +1,10 @@
 """Masks over block lists and mask_mods: the end of the keys, causal and windows; masks only where something hides."""
 
 import pytest
-from fa_cases import Case, backward, forward, make_inputs
 from fa_compile import MaskCall, Worker, recorded_masks
+
+from fuzz.attention import backward, forward, make_inputs
+from fuzz.case import Attention as Case
 
 TAIL = [Case(D=64, T_k=700, lists="both"), Case(D=64, T_k=700, Hkv=4, lists="both", mask_mod="keyed", overlap=False)]
 CUT = [Case(T_q=700, T_k=700, lists="both", causal=True), Case(T_q=700, T_k=700, lists="both", window=(200, 0))]
@@ -65,17 +67,18 @@ CASES = [Case(causal=True, mask_mod="thirds"), Case(D=128, T_q=700, T_k=700, win
 def traced(case: Case) -> list[tuple[list[MaskCall], int]]:
     """For forward and for backward: the masks in the kernel's code, and how often it asked the mask_mod."""
     import cutlass.cute as cute
-    import fa_mask_mods
+
+    from fuzz import mask_mods
 
     asked = []
-    original = fa_mask_mods.MASK_MODS["thirds"]
+    original = mask_mods.MASK_MODS["thirds"]
 
     @cute.jit
     def counted(batch, head, q, kv, seqlen_info, aux_tensors):
         asked.append(kv)
         return kv < q
 
-    fa_mask_mods.MASK_MODS["thirds"] = (counted, None)
+    mask_mods.MASK_MODS["thirds"] = (counted, None)
     try:
         x = make_inputs(case)
         with recorded_masks() as forwards:
@@ -85,7 +88,7 @@ def traced(case: Case) -> list[tuple[list[MaskCall], int]]:
             backward(case, x, o, lse)
         return [(forwards, once), (backwards, len(asked) - once)]
     finally:
-        fa_mask_mods.MASK_MODS["thirds"] = original
+        mask_mods.MASK_MODS["thirds"] = original
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

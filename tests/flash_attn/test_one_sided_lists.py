@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, attend, in_order, make_inputs, swept
-from fa_compile import Worker
-from fa_lists import block, blocks, lists_of, on_gpu
-from fa_reference import assert_close, attention, visible
+from fa_compile import Worker, in_order, swept
+from fa_reference import assert_close, attention
 from test_upstream_programs import without_autograd
 from test_validate_calls import BLOCK, PACKED, packed_call, qk, said
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -19,7 +17,11 @@ from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.validate_calls import validate_call
+from fuzz.attention import Inputs, attend, make_inputs
+from fuzz.attention_lists import block, blocks, lists_of, on_gpu
 from fuzz.blocks import tiles_of
+from fuzz.case import Attention as Case
+from fuzz.oracle import visible
 
 FIXED = dict(T_q=700, T_k=900)
 PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)))

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fa_cases import Case, compile_case, make_inputs
 from fa_compile import Worker, WorkerError, only_hosts
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fuzz.attention import compile_case, make_inputs
+from fuzz.case import Attention as Case
 
 CAPABILITIES = {0: (9, 0), 1: (10, 0), 2: (9, 0)}
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, backward, compile_case, forward, make_inputs, swept
-from fa_compile import Worker, noted, recorded_grids
-from fa_lists import backward_lists, forward_lists
+from fa_compile import Worker, noted, recorded_grids, swept
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import formats
 from flash_attn.cute.lists import rows as list_rows
+from fuzz.attention import Inputs, backward, compile_case, forward, make_inputs
+from fuzz.attention_lists import backward_lists, forward_lists
+from fuzz.case import Attention as Case
 
 # Tails, one query, no queries, no keys, more keys than queries and fewer.
 LENGTHS = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
@@ -235,9 +236,8 @@ def test_compressed_causal(compiler: Worker) -> None:
 
 
 def grids_of_block_sparsity() -> list[tuple[int | None, ...]]:
-    from fa_mask_mods import MASK_MODS
-
     from flash_attn.cute.compute_block_sparsity import compute_block_sparsity
+    from fuzz.mask_mods import MASK_MODS
 
     with recorded_grids() as grids:
         compute_block_sparsity(128, 128, 70_000, 2, 256, 256, MASK_MODS["thirds"][0], None, device="cuda")
@@ -271,9 +271,8 @@ def test_sequences_of_a_large_batch_get_what_they_get_alone(case: Case) -> None:
 
 @pytest.mark.gpu
 def test_every_sequence_of_a_large_batch_has_the_block_lists_of_its_mask() -> None:
-    from fa_mask_mods import MASK_MODS
-
     from flash_attn.cute.compute_block_sparsity import compute_block_sparsity
+    from fuzz.mask_mods import MASK_MODS
 
     lists = compute_block_sparsity(128, 128, 70_000, 2, 300, 300, MASK_MODS["halves"][0], None, device="cuda")
     alone = compute_block_sparsity(128, 128, 1, 2, 300, 300, MASK_MODS["halves"][0], None, device="cuda")

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, forward, in_order, make_inputs
-from fa_compile import Worker, built_kernels
-from fa_lists import forward_lists
-from fa_reference import assert_close, reference
+from fa_compile import Worker, built_kernels, in_order
+from fa_reference import assert_close
 
+from fuzz.attention import forward, make_inputs
+from fuzz.attention_lists import forward_lists
 from fuzz.canary import Guarded
+from fuzz.case import Attention as Case
+from fuzz.oracle import reference
 
 
 def stages(case: Case) -> int:

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_cases import Case, compile_case, forward, make_inputs, swept
-from fa_compile import Worker, WorkerError, built_kernels
+from fa_compile import Worker, WorkerError, built_kernels, swept
 from fa_compress import FIXED
 from fa_reference import assert_bits_repeat, assert_case
+
+from fuzz.attention import compile_case, forward, make_inputs
+from fuzz.case import Attention as Case
 
 SIZES = dict(T_q=300, T_k=1000, offsets=(0, 611))
 PACKED = dict(packed=((300, 300), (1, 700), (0, 50), (257, 900)), offsets=(0, 699, 20, 311))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from fa_compile import Worker, built_kernels
 from fa_dq import as_rows
-from fa_lists import on_gpu
+
+from fuzz.attention_lists import on_gpu
 
 LIST_BLOCK = 64
 WINDOW = 200

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, attend, backward, forward, in_order, make_inputs, outputs, swept
-from fa_compile import Worker, built_kernels
+from fa_compile import Worker, built_kernels, in_order, swept
 from fa_dq import call, rounded_sums, row_sums
-from fa_lists import backward_lists, forward_lists
 from fa_reference import assert_alike, assert_call_repeats, assert_close, attention
+
+from fuzz.attention import Inputs, attend, backward, both_lists, forward, make_inputs, options, outputs
+from fuzz.attention_lists import backward_lists, forward_lists
+from fuzz.case import Attention as Case
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
 HALVES = dict(block=(128, 64), **LISTED)
@@ -43,11 +45,7 @@ PACKED = [
 
 def gradients(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, **more: Any) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv with the lists of both directions; in two passes unless `more` says otherwise."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    lists = dict(block_sparse_tensors=backward_lists(case), block_sparse_tensors_fwd=forward_lists(case))
-    options = _masks(case, x) | lists | dict(passes=2) | more
-    return _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, **options)
+    return backward(case, x, o, lse, **dict(block_sparse_tensors_fwd=forward_lists(case), passes=2) | more)
 
 
 def tables(block: tuple[int, int] | None = (128, 128), capacity: tuple[int, ...] = (9,), **fields: Any) -> Any:
@@ -206,7 +204,7 @@ def rows_of_layout(case: Case, without_dq: bool) -> Any:
     from flash_attn.cute.shared_backward import aligned, backward_layout
 
     x = make_inputs(case)
-    masks = _masks(case, x)
+    masks = options(case, x)
     lengths = {name: masks[name] for name in masks if "seqlen" in name}
     own = backward_layout(x.q, x.k, x.v, **masks, block_sparse_tensors=backward_lists(case), without_dq=without_dq)
     window = backward_layout(x.q, x.k, x.v, window_size_left=100, window_size_right=0, **lengths)
@@ -244,8 +242,7 @@ def test_autograd(case: Case) -> None:
     """Deterministic, with lists that have no order; stacked ones too."""
     x = make_inputs(case)
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
-    lists = dict(block_sparse_tensors=forward_lists(case), block_sparse_tensors_bwd=backward_lists(case))
-    o, _ = attend(case, x, leaves, deterministic=True, **lists)
+    o, _ = attend(case, x, leaves, deterministic=True, **both_lists(case))
     got = torch.autograd.grad(o, leaves, x.do, retain_graph=True)
     assert all(map(torch.equal, got, torch.autograd.grad(o, leaves, x.do)))
     compared(case, replace(x, q=x.q.detach(), k=x.k.detach(), v=x.v.detach()), got)
@@ -290,13 +287,10 @@ def test_keys_in_use() -> None:
 def test_captured_calls(case: Case) -> None:
     x = make_inputs(case)
     o, lse = forward(case, x)
-    lists = dict(block_sparse_tensors=backward_lists(case), block_sparse_tensors_fwd=forward_lists(case))
+    lists, more = backward_lists(case), dict(block_sparse_tensors_fwd=forward_lists(case), deterministic=True)
 
     def function(do: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
-        options = _masks(case, x) | lists
-        return _flash_attn_bwd(x.q, x.k, x.v, o, do, lse, **options, deterministic=True)
+        return backward(case, replace(x, do=do), o, lse, lists, **more)
 
     expected = function(x.do)
     graph, static = torch.cuda.CUDAGraph(), torch.randn_like(x.do)
@@ -317,14 +311,14 @@ def test_passes_that_share(case: Case, start: int) -> None:
     from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert, zeroed
 
     x = make_inputs(case)
-    options = _masks(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True, deterministic=True)
-    layout = backward_layout(x.q, x.k, x.v, **options)
+    given = options(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True, deterministic=True)
+    layout = backward_layout(x.q, x.k, x.v, **given)
     layout = replace(layout, dq=replace(layout.dq, start=start))
     sums = row_sums(case, x, start)
     rows = [t.nan_to_num(fill) for t, fill in zip(sums, (0.0, math.inf))]
     dk, dv = zeroed(layout.dk, layout.dv, device=x.q.device)
     shared = SharedBackward(layout, *rows, None, dk, dv)
-    got = _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **options, shared=shared)
+    got = _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **given, shared=shared)
     assert got == (None, None, None)
     cu_k = None if x.cu_seqlens is None else x.cu_seqlens[1]
     outputs = [torch.full_like(t, torch.nan) for t in (x.q, x.k, x.v)]
@@ -350,10 +344,7 @@ WITHOUT_DQ += [
 
 def without_dq(case: Case, x: Any, o: torch.Tensor, lse: torch.Tensor, **more: Any) -> tuple[torch.Tensor | None, ...]:
     """Backward's results for the case where it leaves dq out."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    options = _masks(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True) | more
-    return _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, **options)
+    return backward(case, x, o, lse, without_dq=True, **more)
 
 
 def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward, forward, make_inputs, outputs
 from fa_compile import Worker
-from fa_lists import backward_lists, forward_lists
-from fa_mask_mods import MASK_MODS
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fuzz.attention import backward, forward, make_inputs, outputs
+from fuzz.attention_lists import backward_lists, forward_lists
+from fuzz.case import Attention as Case
+from fuzz.mask_mods import MASK_MODS
 
 PACKED = Case(D=128, packed=((300, 300), (1, 129), (700, 640)), lists="both", form="stacked")
 ORDERED = Case(D=128, T_q=700, T_k=900, lists="both", deterministic=True)

@@ -11,7 +11,7 @@ import torch
 import fuzz.properties.faults as faults
 from fuzz import attention
 from fuzz.canary import Guarded
-from fuzz.case import Attention, Kind
+from fuzz.kinds import listed
 from fuzz.properties.faults import Leaves, Step, nth_allocation, survives_running_out
 
 X = torch.arange(6.0) + 1
@@ -97,18 +97,18 @@ def test_every_allocation_can_fail() -> None:
         torch.ones(4) + 1
 
 
-def dense(call: attention.Call, inputs: list[torch.Tensor], *_: object) -> tuple[torch.Tensor, None]:
+def dense(case: object, x: attention.Inputs, inputs: list[torch.Tensor], **_: object) -> tuple[torch.Tensor, None]:
     """In place of the public functions: plain attention over all keys."""
     q, k, v = (x.float() for x in inputs)
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     p = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", p, v).to(call.q.dtype), None
+    return torch.einsum("bhqk,bkhd->bqhd", p, v).to(x.q.dtype), None
 
 
 def test_steps_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "make", partial(attention.make, device="cpu"))
-    monkeypatch.setattr(faults, "public", dense)
-    step = faults.attention_step(Attention(kind=Kind(lists=True, deterministic=True), lengths=((130, 60),)))
+    monkeypatch.setattr(faults, "make_inputs", partial(attention.make_inputs, device="cpu"))
+    monkeypatch.setattr(faults, "attend", dense)
+    step = faults.attention_step(listed(deterministic=True, T_q=130, T_k=60))
     assert step.same_bits and set(step.grads()) == set("qkv")
     for number in range(0, 40, 5):
         survives_running_out(step, nth_allocation(step, "cpu", number))

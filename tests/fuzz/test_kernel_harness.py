@@ -13,9 +13,11 @@ import torch
 import fuzz.properties.kernels as kernels
 import fuzz.properties.relations as relations
 from flash_attn.cute.lists.validate_calls import validate_call
-from fuzz import attention, strategies
+from fuzz import oracle, strategies
+from fuzz.attention import Inputs, attend, both_lists, laid_out, make_inputs, options
+from fuzz.attention_lists import blocks
 from fuzz.blocks import both_directions
-from fuzz.case import Attention, Blocks, Kind
+from fuzz.case import Attention, Blocks
 from fuzz.kinds import KINDS
 from fuzz.prop import Property, properties
 from fuzz.properties.lists import made_from
@@ -26,20 +28,19 @@ TWO_CALLS = [name for name in NAMES if name.startswith("relations")]
 Tensors = dict[str, torch.Tensor]
 
 
-def plain(call: attention.Call, *, times: int = 1) -> list[Tensors]:
+def plain(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
     """The definition in fp32, rounded; lists and options are made as for the kernels."""
-    attention.options(call)
-    for backward in (False, True):
-        attention.lists_for(call, backward)
-    got = attention.reference(call, torch.float32)
-    return [{name: t.float() if name == "lse" else t.to(call.q.dtype) for name, t in got.items()}] * times
+    options(case, x)
+    both_lists(case, "cpu")
+    got = oracle.reference(case, x, torch.float32)
+    return [{name: t.float() if name == "lse" else t.to(x.q.dtype) for name, t in got.items()}] * times
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     def place(run: Callable) -> None:
         for module in (kernels, relations):
-            monkeypatch.setattr(module, "make", partial(attention.make, device="cpu"))
+            monkeypatch.setattr(module, "make_inputs", partial(make_inputs, device="cpu"))
             monkeypatch.setattr(module, "run", run)
 
     return place
@@ -55,13 +56,13 @@ def test_right_results_pass(name: str, stand_in: Callable) -> None:
         assert outcome.failure is None, f"{outcome.failure.case}\n{outcome.failure.trace}"
 
 
-def blind_to_the_last_key(call: attention.Call, *, times: int = 1) -> list[Tensors]:
-    (got,) = plain(call)
+def blind_to_the_last_key(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
+    (got,) = plain(case, x)
     return [got | {"dk": got["dk"].index_fill(-3, torch.tensor([got["dk"].shape[-3] - 1]), 0)}] * times
 
 
-def never_written(call: attention.Call, *, times: int = 1) -> list[Tensors]:
-    (got,) = plain(call)
+def never_written(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
+    (got,) = plain(case, x)
     return [got | {"o": got["o"].index_fill(-1, torch.tensor([3]), float("nan"))}] * times
 
 
@@ -73,15 +74,16 @@ def test_wrong_results_do_not(wrong: Callable, stand_in: Callable) -> None:
     assert failure is not None and failure.case.startswith(Attention.__name__)
 
 
-def leaking(call: attention.Call, *, times: int = 1) -> list[Tensors]:
+def leaking(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
     """A compressed key is seen one query too early."""
-    return plain(replace(call, case=replace(call.case, offset=call.case.offset - 1)), times=times)
+    factor, offset = case.compress
+    return plain(replace(case, compress=(factor, offset - 1)), x, times=times)
 
 
 def test_a_leak_is_noticed(stand_in: Callable) -> None:
     stand_in(leaking)
     prop = properties()["relations.causality"]
-    (kind,) = [n for n, kind in enumerate(prop.kinds) if kind.mask == "compressed" and not kind.deterministic]
+    (kind,) = [n for n, kind in enumerate(prop.kinds) if kind.compress and not kind.deterministic]
     failure = run_property(prop, Budget(examples=60, shrink=1), kind=kind).failure
     assert failure is not None and any(words in failure.error for words in ("what comes after", "is not 0"))
 
@@ -91,9 +93,9 @@ def test_calls_that_disagree_are_noticed(name: str, stand_in: Callable) -> None:
     """Each call's results are a tenth larger than those of the call before."""
     calls: list[int] = []
 
-    def drifting(call: attention.Call, *, times: int = 1) -> list[Tensors]:
+    def drifting(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
         calls.append(1)
-        (got,) = plain(call)
+        (got,) = plain(case, x)
         return [{name: t * 1.1 ** len(calls) for name, t in got.items()}] * times
 
     stand_in(drifting)
@@ -108,13 +110,13 @@ def test_public_functions_get_what_they_take(packed: bool, monkeypatch: pytest.M
     name = "flash_attn_varlen_func" if packed else "flash_attn_func"
     takes, given = signature(getattr(cute, name)), []
     monkeypatch.setattr(cute, name, lambda *args, **more: given.append(takes.bind(*args, **more).arguments))
-    for kind in (kind for kind in KINDS if kind.packed == packed):
-        case = Attention(kind=kind, lengths=((3, 200), (300, 4)) if packed else ((300, 200),) * 2, window=(7, None))
-        call = attention.make(case, "cpu")
-        lists = [attention.lists_for(call, backward) for backward in (False, True)]
-        attention.public(call, [call.q, call.k, call.v], attention.options(call), *lists)
+    for kind in (kind for kind in KINDS if bool(kind.packed) == packed):
+        sizes = dict(packed=((3, 200), (300, 4))) if packed else dict(T_q=300, T_k=200, B=2)
+        case = replace(kind, **sizes, **(dict(window=(7, None)) if kind.mask == "window" else {}))
+        x = make_inputs(case, "cpu")
+        attend(case, x, [x.q, x.k, x.v], **both_lists(case, "cpu"))
         got = given[-1]
-        assert got["window_size"] == ((7, None) if kind.mask == "window" else (None, None))
+        assert got["window_size"] == case.window
         assert (got.get("block_sparse_tensors") is None) == (got.get("block_sparse_tensors_bwd") is None)
         assert got["deterministic"] == kind.deterministic and ("cu_seqlens_k" in got) == packed
 
@@ -124,14 +126,16 @@ LISTED = [number for number, kind in enumerate(KINDS) if kind.lists]
 
 def right_lists(case: Attention) -> None:
     """Lists that kernels are given pass the check of lists: the transpose, semaphore values and plans among them."""
-    call = attention.make(replace(case, spare=0), "cpu")  # the check takes no wider rows
-    starts = {name: value for name, value in attention.options(call).items() if name.startswith("cu_seqlens")}
-    validate_call(True, *(attention.lists_for(call, backward) for backward in (False, True)), call.q, call.k, **starts)
+    case = replace(case, spare=0)  # the check refuses wider rows
+    x = make_inputs(case, "cpu")
+    starts = {name: value for name, value in options(case, x).items() if name.startswith("cu_seqlens")}
+    validate_call(True, *both_lists(case, "cpu").values(), x.q, x.k, **starts)
 
 
 @pytest.mark.parametrize("number", LISTED, ids=lambda number: repr(KINDS[number]))
 def test_kernels_get_right_lists(number: int) -> None:
-    right_lists(Attention(kind=KINDS[number], lengths=((300, 200),), pattern="empty"))
+    size = dict(packed=((300, 200),)) if KINDS[number].packed else dict(T_q=300, T_k=200)
+    right_lists(replace(KINDS[number], **size, pattern="empty"))
     prop = Property("made up", strategies.attention, right_lists, kinds=KINDS)
     failure = run_property(prop, Budget(examples=5, seconds=10, shrink=1), kind=number).failure
     assert failure is None, f"{failure.case}\n{failure.trace}"
@@ -141,14 +145,11 @@ def test_kernels_get_right_lists(number: int) -> None:
 def test_rows_are_no_wider_than_there_are_blocks(pattern: str) -> None:
     """Kernels refuse wider ones; rows hold one place even where they list nothing."""
     for kind in (kind for kind in KINDS if kind.lists and not kind.packed):
-        for lengths in ((1, 1), (300, 1), (1, 300), (300, 400)):
-            case = Attention(kind=kind, lengths=(lengths,), pattern=pattern, shuffle=True, spare=5)
-            call = attention.make(case, "cpu")
-            for backward in (False, True):
-                lists = attention.lists_for(call, backward)
-                blocks = call.blocks[0][0].shape[2 if backward else 3]
+        for T_q, T_k in ((1, 1), (300, 1), (1, 300), (300, 400)):
+            case = replace(kind, T_q=T_q, T_k=T_k, pattern=pattern, shuffle=True, spare=5)
+            for lists, (most, *_) in zip(both_lists(case, "cpu").values(), (blocks(case, 1), blocks(case, 0))):
                 assert all(
-                    1 <= x.shape[3] <= blocks for x in (lists.mask_block_idx, lists.full_block_idx) if x is not None
+                    1 <= x.shape[3] <= most for x in (lists.mask_block_idx, lists.full_block_idx) if x is not None
                 )
 
 
@@ -162,9 +163,9 @@ def test_lists_made_on_a_device() -> None:
 def test_layouts_hold_the_same_values() -> None:
     x = torch.randn(2, 5, 3, 4)
     for layout in ("heads first", "fused", "every other batch"):
-        other = attention.laid_out(x, layout)
+        other = laid_out(x, layout)
         assert other.equal(x) and not other.is_contiguous() and other.stride(-1) == 1
-    call = attention.make(Attention(kind=Kind(expanded="batch"), lengths=((3, 4),) * 2), "cpu")
-    assert call.q.stride(0) == call.v.stride(0) == 0
-    call = attention.make(Attention(kind=Kind(expanded="heads")), "cpu")
-    assert call.k.stride(2) == call.v.stride(2) == 0 and call.q.stride(2) > 0
+    x = make_inputs(Attention(expanded="batch"), "cpu")
+    assert x.q.stride(0) == x.v.stride(0) == 0
+    x = make_inputs(Attention(expanded="heads"), "cpu")
+    assert x.k.stride(2) == x.v.stride(2) == 0 and x.q.stride(2) > 0

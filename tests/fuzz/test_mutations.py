@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuzz import attention
-from fuzz.case import Attention, Kind
-from fuzz.kinds import KINDS
+from fuzz import attention_lists
+from fuzz.kinds import KINDS, listed
 from fuzz.mutations import all_mutations, planted
 from fuzz.prop import GPU, properties
 from fuzz.properties import token_lists
@@ -52,11 +51,10 @@ def test_kernel_faults_take_what_the_function_takes(name: str) -> None:
 
 def test_a_turn_that_never_comes() -> None:
     """The fault for the watchdog leaves no entry that may add first."""
-    case = Attention(kind=Kind(lists=True, deterministic=True, passes=1), lengths=((300, 300),), pattern="full")
-    call = attention.make(case, "cpu")
-    assert (attention.lists_for(call, True).dq_write_order == 0).any()
+    case = listed(deterministic=True, passes=1, T_q=300, T_k=300, pattern="full")
+    assert (attention_lists.backward_lists(case, device="cpu").dq_write_order == 0).any()
     with planted("kernel: hangs"):
-        assert (attention.lists_for(call, True).dq_write_order[..., :1] > 0).all()
+        assert (attention_lists.backward_lists(case, device="cpu").dq_write_order[..., :1] > 0).all()
 
 
 @pytest.mark.parametrize("name", ON_A_CPU)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fuzz import cli, pool, soak
 from fuzz.__main__ import main
 from fuzz.canary import Guarded, untouched
-from fuzz.case import Attention, Blocks, Edge, Kind
+from fuzz.case import Attention, Blocks, Edge
 from fuzz.pool import Job, Pool
 from fuzz.prop import SM90, SM100, Property, Skip, properties
 from fuzz.run import Budget, Failure, parse_case, read_failure, run_property, write_failure
@@ -77,7 +77,7 @@ def test_time_ends_a_run() -> None:
     [
         Blocks(M=3, full=None, fault="listed twice"),
         Edge(offset=-5),
-        Attention(kind=Kind(D=128, packed=True), lengths=((0, 1), (3, 4)), window=(None, 3)),
+        Attention(D=128, packed=((0, 1), (3, 4)), window=(None, 3)),
         Case(dtype=torch.float64, config=NSAConfig(block_size=4, q_tile=8), lengths=(1, 0)),
     ],
     ids=lambda case: type(case).__name__,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
 
 from flash_attn.cute.bwd_sm90 import two_pass
-from fuzz import attention, strategies
-from fuzz.case import FORMS, Attention, Kind
+from fuzz import strategies
+from fuzz.attention import both_lists, make_inputs
+from fuzz.attention_lists import in_two_passes
+from fuzz.case import FORMS, Attention
 from fuzz.features import claims, faults, features
-from fuzz.kinds import FEW, KINDS, passes_by_room, two_passes
+from fuzz.kinds import COMPRESSED, FEW, KINDS, call, listed, passes_by_room, two_passes
 from fuzz.properties.models import prompts
 
 WAYS: dict[str, Callable] = {
@@ -31,7 +34,7 @@ WAYS: dict[str, Callable] = {
     "prompts": prompts,
     "faults of served": lambda: strategies.served(faults=True),
     "layer": strategies.layer_cases,
-    "attention": lambda: strategies.attention(Kind(mask="causal", lists=True)),
+    "attention": lambda: strategies.attention(listed(causal=True)),
 }
 quiet = settings(
     max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -77,9 +80,9 @@ def test_kernels_see_any_factor() -> None:
     pairs: set[tuple[int, int]] = set()
 
     @quiet
-    @given(strategies.attention(Kind(mask="compressed")))
+    @given(strategies.attention(call(**COMPRESSED)))
     def draw(case: Attention) -> None:
-        pairs.add((case.factor, case.offset))
+        pairs.add(case.compress)
 
     draw()
     assert min(len({factor for factor, _ in pairs}), len({offset for _, offset in pairs})) > 8
@@ -91,45 +94,46 @@ def test_kinds_meet() -> None:
     for name, values in {
         "D": {64, 96, 128, 192, 256},
         "mask": {"none", "causal", "window", "compressed", "table"},
-        "form": {"padded", "compact", "stacked", "ragged"},
-        "heads": {"one", "kv", "q", "all"},
-        "block_q": {64, 128, 192, 256},
-        "block_k": {64, 96, 128},
+        "form": {*FORMS, "shared"},
+        "list_heads": {1, 2, 4},
         "expanded": {"", "batch", "heads"},
         "passes": {None, 1, 2},
         "dtype": {"bfloat16", "float16"},
     }.items():
         assert {getattr(kind, name) for kind in KINDS} == values
-    assert {(kind.mask, kind.lists) for kind in KINDS} >= {(m, s) for m in ("causal", "compressed") for s in (0, 1)}
+    masked = {(kind.mask, kind.lists is None) for kind in KINDS}
+    assert masked >= {(m, s) for m in ("causal", "compressed") for s in (False, True)}
     masks = {"none", "causal", "window", "compressed", "table"}
-    assert {(kind.mask, kind.block_k) for kind in KINDS if kind.lists} >= {(m, n) for m in masks for n in (64, 128)}
-    listed = [kind for kind in KINDS if kind.lists and kind.deterministic]
-    assert {kind.form for kind in listed if kind.packed} == set(FORMS), "deterministic lists of every form"
-    assert {(kind.packed, kind.plan) for kind in listed} == {(p, s) for p in (False, True) for s in (False, True)}
-    ordered = [kind for kind in listed if not two_passes(kind)]
+    blocks = {kind.block for kind in KINDS if kind.lists}
+    assert [{block[side] for block in blocks} for side in (0, 1)] == [{64, 128, 192, 256}, {64, 96, 128}]
+    assert {(kind.mask, kind.block[1]) for kind in KINDS if kind.lists} >= {(m, n) for m in masks for n in (64, 128)}
+    exact = [kind for kind in KINDS if kind.lists and kind.deterministic]
+    assert {kind.form for kind in exact if kind.packed} == set(FORMS), "deterministic lists of every form"
+    assert {(bool(kind.packed), kind.plan) for kind in exact} == {(p, s) for p in (False, True) for s in (0, 1)}
+    ordered = [kind for kind in exact if not two_passes(kind)]
     assert {kind.form for kind in ordered if kind.packed} == set(FORMS), "and in one pass"
     both = [kind for kind in KINDS if two_passes(kind)]
     assert {kind.form for kind in both if kind.packed} >= {"compact", "stacked", "ragged"}
     for name, values in {
-        "D": {64, 96, 128}, "heads": {"one", "kv", "q", "all"}, "block_k": {64, 128}, "plan": {False, True},
-        "deterministic": {False, True}, "full_lists": {False, True}, "mask": {"none", "causal", "window", "table"},
+        "D": {64, 96, 128}, "list_heads": {1, 2, 4}, "plan": {0, 1}, "deterministic": {False, True},
+        "lists": {"both", "no full"}, "mask": {"none", "causal", "window", "table"},
     }.items():  # fmt: skip
         assert {getattr(kind, name) for kind in both} == values, f"{name} of kinds in two passes"
+    assert "shared" in {kind.form for kind in both} and {kind.block[1] for kind in both} == {64, 128}
 
 
 def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fuzzing expects two passes exactly where a call on SM90 takes them: by argument, or as the lists alone say."""
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
     for kind, blocks in itertools.product(KINDS, (1, FEW, FEW + 1)):
-        if not kind.lists or kind.mask == "compressed":
+        if not kind.lists or kind.compress:
             continue
-        lengths = ((128, blocks * kind.block_k),)
-        case = Attention(kind=kind, lengths=lengths, pattern="full", full=1.0)
-        call = attention.make(case, "cpu")
-        lists = dict(forward=attention.lists_for(call, False), backward=attention.lists_for(call, True))
-        given = dict(arch=90, q=call.q, v=call.v, deterministic=kind.deterministic)
+        size = dict(packed=((128, blocks * kind.block[1]),)) if kind.packed else dict(T_k=blocks * kind.block[1])
+        case = replace(kind, **size, pattern="full", full=1.0, spare=0)
+        x, (forward, backward) = make_inputs(case, "cpu"), both_lists(case, "cpu").values()
+        given = dict(arch=90, q=x.q, v=x.v, deterministic=kind.deterministic, forward=forward, backward=backward)
         for passes in {kind.passes, None}:
-            assert two_pass.takes(passes, **given, **lists) == attention.in_two_passes(case), case
+            assert two_pass.takes(passes, **given) == in_two_passes(case), case
 
 
 BY_ROOM = [kind for kind in KINDS if passes_by_room(kind)]
@@ -156,14 +160,14 @@ OF_KINDS = [
 @pytest.mark.parametrize(
     ("kind", "wanted", "never"), OF_KINDS, ids=lambda x: repr(sorted(x) if isinstance(x, set) else x)
 )
-def test_what_kinds_are_drawn_with(kind: Kind, wanted: set[str], never: set[str]) -> None:
+def test_what_kinds_are_drawn_with(kind: Attention, wanted: set[str], never: set[str]) -> None:
     _, counts = drawn(strategies.attention(kind))
     assert_reached(strategies.attention(kind), wanted, counts)
     assert not never & set(counts)
 
 
 def test_lists_decide_on_passes_in_batches_and_packs() -> None:
-    assert {kind.packed for kind in BY_ROOM} == {False, True}
+    assert {bool(kind.packed) for kind in BY_ROOM} == {False, True}
 
 
 def test_ctas_walk_several_heads() -> None:
@@ -172,7 +176,7 @@ def test_ctas_walk_several_heads() -> None:
     for kind in KINDS:
         if kind.mask == "window" and kind.Hq >= 24:
             _, counts = drawn(strategies.attention(kind))
-            found.setdefault((kind.packed, kind.deterministic), Counter()).update(counts)
+            found.setdefault((bool(kind.packed), kind.deterministic), Counter()).update(counts)
     some, every = (f"a CTA walks {which} heads of a group" for which in ("some", "all"))
     assert set(found) == {(False, False), (False, True), (True, True)}
     for counts in found.values():
