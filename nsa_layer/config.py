@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import wraps
 
 RULES = ("nsa", "seed")
-UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
 LARGEST = 2**31 - 1  # positions are int32
 LONGEST_BLOCK = 1 << 20  # tokens
 WIDEST_TILE = 256
 WIDE_LIST = 1024  # blocks
-RENAMED = {"block_stride": "compress_stride"}
-OLD_TILE = 128  # the default q_tile of versions without compress_size
+LEAST = dict.fromkeys(("block_size", "block_counts", "q_tile", "compress_size", "compress_stride"), 1)
+LEAST |= dict(window_size=0, init_blocks=0, local_blocks=0, compress_offset=-LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +55,19 @@ class NSAConfig:
     rule: str = "nsa"
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "block_counts", "q_tile"):
-            require_int(name, getattr(self, name), least=1)
-        for name in ("window_size", "init_blocks", "local_blocks"):
-            require_int(name, getattr(self, name), least=0)
+        for name, least in LEAST.items():
+            if (value := getattr(self, name)) is not None or not name.startswith("compress"):
+                require_int(name, value, least=least)
         require_int("init_blocks + local_blocks", self.init_blocks + self.local_blocks, least=0)
-        for name in ("compress_size", "compress_stride"):
-            if getattr(self, name) is not None:
-                require_int(name, getattr(self, name), least=1)
-        for name, size in (("block_size", self.block_size), ("compress_size", self.span)):
-            if size > LONGEST_BLOCK:
-                raise ValueError(f"{name} must be at most {LONGEST_BLOCK} tokens, got {size}")
-        if self.compress_offset is not None:
-            require_int("compress_offset", self.compress_offset, least=-LARGEST)
         require_bools(deterministic=self.deterministic)
         if self.rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
-        for name, size in (("compress_size", self.span), ("block_size", self.block_size)):
-            if size % self.stride:
-                raise ValueError(
-                    f"compress_stride must divide {name}, got compress_stride={self.stride}, {name}={size}"
-                )
+        stride = self.stride
+        for name, size in (("block_size", self.block_size), ("compress_size", self.span)):
+            if size > LONGEST_BLOCK:
+                raise ValueError(f"{name} must be at most {LONGEST_BLOCK} tokens, got {size}")
+            if size % stride:
+                raise ValueError(f"compress_stride must divide {name}, got compress_stride={stride}, {name}={size}")
         self._check_tile()
 
     def _check_tile(self) -> None:
@@ -160,7 +149,7 @@ class NSAConfig:
 
     def replace(self, **changes: object) -> NSAConfig:
         """A copy with some fields changed; TypeError or ValueError as for the class."""
-        return replace(self, **_renamed(changes))
+        return replace(self, **changes)
 
     @classmethod
     def paper(cls, **changes: object) -> NSAConfig:
@@ -182,7 +171,7 @@ class NSAConfig:
             changes: other values of fields; TypeError or ValueError as for the class.
         """
         fixed = dict(rule="seed", q_tile=256, compress_offset=0, init_blocks=0, local_blocks=0)
-        return cls(**(fixed | _renamed(changes)))
+        return cls(**(fixed | changes))
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> NSAConfig:
@@ -197,17 +186,19 @@ class NSAConfig:
         """
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise TypeError(f"values must be a dict of NSAConfig fields by name, got {values!r}")
-        for old in RENAMED.keys() & values.keys():
-            if RENAMED[old] in values:
-                raise ValueError(f"{old} is the old name of {RENAMED[old]}, got both")
-        values = {RENAMED.get(name, name): value for name, value in values.items()}
-        if "compress_size" not in values:
-            values.setdefault("q_tile", OLD_TILE)
-        values = _renamed(values, warn=False)
-        unknown = sorted(name for name in values if name not in FIELDS)
-        if unknown:
+        new = {} if "compress_size" in values else dict(q_tile=OLD_TILE)
+        for old, names in RENAMED.items():
+            if old in values and (both := [name for name in names if name in values]):
+                raise ValueError(f"{old} is the old name of {' and '.join(names)}, got it beside {both[0]}")
+        if "block_stride" in values:
+            new["compress_stride"] = values["block_stride"]
+        if "force_blocks" in values:
+            require_bools(force_blocks=values["force_blocks"])
+            new |= zip(RENAMED["force_blocks"], (1, 2) if values["force_blocks"] else (0, 0))
+        new |= {name: value for name, value in values.items() if name not in RENAMED}
+        if unknown := sorted(name for name in new if name not in NAMES):
             raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")
-        return cls(**values)
+        return cls(**new)
 
 
 class ListConfig(NSAConfig):
@@ -217,25 +208,10 @@ class ListConfig(NSAConfig):
         pass
 
 
-def _renamed(values: dict[str, object], *, warn: bool = True) -> dict[str, object]:
-    """Fields with ``init_blocks`` and ``local_blocks`` for the ``force_blocks`` of older versions, no field."""
-    if "force_blocks" not in values:
-        return values
-    values, new = dict(values), ("init_blocks", "local_blocks")
-    forced = values.pop("force_blocks")
-    require_bools(force_blocks=forced)
-    if both := [name for name in new if name in values]:
-        raise ValueError(f"force_blocks is the old form of init_blocks and local_blocks, got it beside {both[0]}")
-    sizes = (1, 2) if forced else (0, 0)
-    if warn:
-        text = "force_blocks={} is deprecated, pass init_blocks={}, local_blocks={}".format(forced, *sizes)
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-    return values | dict(zip(new, sizes))
-
-
-FIELDS = tuple(f.name for f in fields(NSAConfig))  # Dynamo cannot ask a class for them
-_init = NSAConfig.__init__
-NSAConfig.__init__ = wraps(_init)(lambda self, **values: _init(self, **_renamed(values)))
+NAMES = tuple(f.name for f in fields(NSAConfig))  # Dynamo cannot ask a class for them
+# Of dictionaries of older versions: fields under other names, and the default q_tile where none had compress_size.
+RENAMED = {"block_stride": ("compress_stride",), "force_blocks": ("init_blocks", "local_blocks")}
+OLD_TILE = 128
 
 
 def require_int(name: str, value: object, *, least: int) -> None:

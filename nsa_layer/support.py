@@ -10,11 +10,12 @@ from functools import lru_cache
 
 import torch
 
-from nsa_layer.config import UNION_ROWS, NSAConfig
+from nsa_layer.config import NSAConfig
 
 BACKENDS = {"cute": "nsa_layer.cute.head_groups", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
 ARCHITECTURES = (90, 100)
 KV_TILE = 128  # tokens of the kernels' key/value tile
+UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
 UNION_BLOCK = 64  # keys of an entry of a union, which is what a tile reads of its tokens' lists
 LEAST_BLOCK = 16  # keys of a listed block; those smaller than an entry share it
 # Of the kernels that select blocks: blocks of a list, compressed keys that overlap a block, query heads of a group.

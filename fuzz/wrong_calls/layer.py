@@ -299,8 +299,8 @@ OF_CONFIG = (
         10**30,
     ),
     ("block_size compress_size", ValueError, "{} must be at most 1048576 tokens, got", 2**31 - 1, 2**20 + 8),
-    ("compress_stride", ValueError, "compress_stride must divide compress_size, got", 5, 32),
-    ("compress_size", ValueError, "compress_stride must divide compress_size, got", 4, 12),
+    ("compress_stride", ValueError, "compress_stride must divide block_size, got", 5, 32),
+    ("compress_size", ValueError, "compress_stride must divide block_size, got", 4, 12),
     ("compress_size", ValueError, "compress_size other than block_size needs q_tile=1 and rule='nsa', got", 8, 32, 24),
     (
         "compress_size",
@@ -317,24 +317,13 @@ OF_CONFIG = (
         "q_tile must be a multiple or a divisor of block_size, got q_tile=32, block_size=24",
         24,
     ),
-    ("force_blocks deterministic", *NOT_A_BOOL, NAN),
+    ("deterministic", *NOT_A_BOOL, NAN),
     *not_a_size("window_size init_blocks local_blocks", least=0),
     ("init_blocks", ValueError, r"init_blocks \+ local_blocks must be at most 2147483647, got", 2**31 - 1),
-    (
-        "force_blocks",
-        ValueError,
-        "force_blocks is the old form of .*, got it beside init_blocks",
-        Together(init_blocks=1, force_blocks=True),
-    ),
-    (
-        "force_blocks",
-        ValueError,
-        "force_blocks is the old form of .*, got it beside local_blocks",
-        Together(local_blocks=1, force_blocks=False),
-    ),
     ("rule", ValueError, "rule must be one of 'nsa', 'seed', got", "logit", None, 1, NAN),
     ("rule", ValueError, "rule='seed' needs .* local_blocks, got 8, 15, 1 and 2", "seed"),
     ("block_sizes", TypeError, "unexpected keyword argument 'block_sizes'", 64),
+    ("force_blocks", TypeError, "unexpected keyword argument 'force_blocks'", True),
 )
 OLD = {"tile_query": "before", "importance": "softmax", "per_head": False}
 FROM_DICT = (
@@ -342,18 +331,16 @@ FROM_DICT = (
     ("values", ValueError, "unknown NSAConfig fields: a, block_sizes", {"block_sizes": 64, "a": 1, "q_tile": 64}),
     ("values", ValueError, "unknown NSAConfig fields: importance, per_head, tile_query", lambda x: x | OLD),
     ("values", ValueError, "block_size must be at least 1", {"block_size": 0}),
-    (
-        "values",
-        ValueError,
-        "block_stride is the old name of compress_stride, got both",
-        {"block_stride": 16, "compress_stride": 16},
-    ),
-)
+    ("values", TypeError, "force_blocks must be a bool", {"force_blocks": 1}),
+    ("values", ValueError, "block_stride is the old name of compress_stride, got it beside compress_stride",
+     {"block_stride": 16, "compress_stride": 16}),
+    ("values", ValueError, "force_blocks is the old name of init_blocks and local_blocks, got it beside init_blocks",
+     {"force_blocks": True, "init_blocks": 1}),
+)  # fmt: skip
 SEED = (
     ("compress_stride", ValueError, "rule='seed' needs compress_stride=block_size and 0 for compress_offset, init", 32),
     ("compress_size", ValueError, "rule='seed' needs", 32),
     ("compress_offset", ValueError, "rule='seed' needs", None),
-    ("force_blocks", ValueError, "rule='seed' needs", True),
     ("init_blocks local_blocks", ValueError, "rule='seed' needs", 1),
 )
 MODULE = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
@@ -65,25 +64,14 @@ def test_dictionaries_of_before_compression_had_a_size_are_read() -> None:
     assert NSAConfig.from_dict(dict(compress_size=None)) == NSAConfig() == NSAConfig(q_tile=1)
 
 
-def test_the_old_form_of_forced_blocks() -> None:
-    """An argument with a warning, a field of dictionaries without one; nothing prints, keeps or hands it on."""
-    forced, free = NSAConfig(), NSAConfig(init_blocks=0, local_blocks=0)
-    with pytest.warns(DeprecationWarning, match="force_blocks=False is deprecated, pass init_blocks=0, local_blocks=0"):
-        assert NSAConfig(force_blocks=False) == free
-    with pytest.warns(DeprecationWarning, match="force_blocks=True is deprecated, pass init_blocks=1, local_blocks=2"):
-        assert free.replace(force_blocks=True) == forced
-    with pytest.warns(DeprecationWarning):
-        assert NSAConfig.seed(force_blocks=False) == NSAConfig.seed()
-    with pytest.warns(DeprecationWarning):
-        assert NSAConfig.paper(force_blocks=False) == NSAConfig.paper(init_blocks=0, local_blocks=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for old, config in ((True, forced), (False, free)):
-            assert NSAConfig.from_dict(dict(compress_size=None, force_blocks=old)) == config
-            assert config.replace() == replace(config) == pickle.loads(pickle.dumps(config)) == config
-    assert "force_blocks" not in asdict(free) and "force_blocks" not in repr(free) and not hasattr(free, "force_blocks")
+@pytest.mark.parametrize("old, sizes", [(True, (1, 2)), (False, (0, 0))])
+def test_the_old_field_of_forced_blocks_is_read_from_dictionaries(old: bool, sizes: tuple[int, int]) -> None:
+    config = NSAConfig.from_dict(dict(compress_size=None, force_blocks=old))
+    assert config == NSAConfig(init_blocks=sizes[0], local_blocks=sizes[1])
+    assert config.replace() == replace(config) == pickle.loads(pickle.dumps(config)) == config
+    assert "force_blocks" not in asdict(config)
     with pytest.raises(ValueError, match="got it beside local_blocks"):
-        NSAConfig.from_dict(dict(force_blocks=True, local_blocks=2))
+        NSAConfig.from_dict(dict(force_blocks=old, local_blocks=2))
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
