@@ -30,25 +30,24 @@ class ForkStatus:
 
 def fork_status() -> ForkStatus:
     """Look at the flash_attn.cute that `import flash_attn.cute` would find now."""
-    folders = _package_folders()
-    package = next((folder / "cute" for folder in folders if (folder / "cute" / "__init__.py").is_file()), None)
-    if package is None:
+    spec = importlib.util.find_spec("flash_attn")
+    folders = [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
+    packages = [folder / "cute" for folder in folders if (folder / "cute" / "__init__.py").is_file()]
+    if not packages:
         return _missing(folders)
-    marker = package / "build_info.py"
-    if not marker.is_file():
-        return _stock(package, folders)
-    built = _constants(marker)
-    pin, version, patches, made_from = (built.get(key) for key in ("PIN", "VERSION", "PATCHES", "TREE_HASH"))
-    found = dict(pin=pin, version=version, patches=patches or (), location=str(package))
+    package, patched = packages[0], [folder for folder in packages if (folder / "build_info.py").is_file()]
+    if package not in patched:
+        return _stock(package, patched)
+    built = _constants(package / "build_info.py")
+    pin, version, patches = built.get("PIN"), built.get("VERSION"), built.get("PATCHES") or ()
+    build = dict(pin=pin, version=version, patches=patches, location=str(package))
     root = _repository(package)
-    if root is not None and made_from != _tree_hash(root):
-        return ForkStatus(
-            "stale",
-            **found,
-            detail=f"{package} was made from other patches than those in {root / 'patches'}",
-            remedy=f"run `python -m patches tree{_argument(package.parent.parent, root)}` in {root}",
-        )
-    return ForkStatus("patched", **found, detail=f"flash_attn.cute {version} with {len(patches or ())} patches")
+    if root is not None and built.get("TREE_HASH") != _tree_hash(root):
+        tree = package.parent.parent
+        remedy = f"run `python -m patches tree{'' if tree == root / '.tree' else f' {tree}'}` in {root}"
+        detail = f"{package} was made from other patches than those in {root / 'patches'}"
+        return ForkStatus("stale", **build, detail=detail, remedy=remedy)
+    return ForkStatus("patched", **build, detail=f"flash_attn.cute {version} with {len(patches)} patches")
 
 
 def require_patched() -> ForkStatus:
@@ -57,14 +56,6 @@ def require_patched() -> ForkStatus:
     if status.kind != "patched":
         raise ImportError(f"flash_attn.cute is {status.kind}: {status.detail}; {status.remedy}")
     return status
-
-
-def _package_folders() -> list[Path]:
-    """The folders that together are the package flash_attn, in the order in which Python searches them."""
-    spec = importlib.util.find_spec("flash_attn")
-    if spec is None or spec.submodule_search_locations is None:
-        return []
-    return [Path(folder).resolve() for folder in spec.submodule_search_locations]
 
 
 def _missing(folders: list[Path]) -> ForkStatus:
@@ -76,11 +67,10 @@ def _missing(folders: list[Path]) -> ForkStatus:
     return ForkStatus("missing", location=str(other), detail=detail, remedy=remedy)
 
 
-def _stock(package: Path, folders: list[Path]) -> ForkStatus:
+def _stock(package: Path, hidden: list[Path]) -> ForkStatus:
     detail, remedy = f"{package} is not this repository's build", INSTALL
-    hidden = next((folder / "cute" for folder in folders if (folder / "cute" / "build_info.py").is_file()), None)
-    if hidden is not None:
-        detail += f"; it hides the one in {hidden}"
+    if hidden:
+        detail += f"; it hides the one in {hidden[0]}"
         remedy = f"remove flash-attn-4 from {package.parent.parent}, then install this repository's build again"
     return ForkStatus("stock", location=str(package), detail=detail, remedy=remedy)
 
@@ -107,8 +97,3 @@ def _tree_hash(root: Path) -> str:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.tree_hash(root, linked=True)
-
-
-def _argument(tree: Path, root: Path) -> str:
-    """The argument of the command that makes a tree: none for the default one."""
-    return "" if tree == root / ".tree" else f" {tree}"

@@ -68,7 +68,14 @@ def reads_unions(config: NSAConfig, *, listed: bool, arch: int | None = None) ->
 
 @dataclass(frozen=True)
 class Request:
-    """A call, as far as its support depends on it."""
+    """A call, as far as its support depends on it.
+
+    Attributes:
+        lists: "given" where the caller gives lists of blocks, "alone" for `selected_attention`; or None.
+        own_keys: keys or values of a branch are the caller's.
+        rows: query heads that share a list.
+        cached: keys and values are in caches, as for `nsa_with_kvcache`.
+    """
 
     arch: int
     dtype: torch.dtype
@@ -93,14 +100,6 @@ class Feature:
     reference: bool = True
 
 
-def _is_dtype(dtype: torch.dtype) -> Callable[[Request], bool]:
-    return lambda r: r.dtype is dtype
-
-
-def _has_dims(dims: tuple[int, int]) -> Callable[[Request], bool]:
-    return lambda r: (r.D, r.Dv) == dims
-
-
 def _by_union(r: Request) -> bool:
     return reads_unions(r.config, listed=r.lists is not None, arch=r.arch)
 
@@ -108,15 +107,6 @@ def _by_union(r: Request) -> bool:
 def _tiles_fit(r: Request) -> bool:
     size = r.config.block_size
     return KV_TILE % size == 0 or size % UNION_BLOCK == 0
-
-
-def _is_small(r: Request) -> bool:
-    return _by_union(r) and r.config.block_size < LEAST_BLOCK
-
-
-def _has_too_many_bits(r: Request) -> bool:
-    """True if a bit for each token and small block of an entry takes more room than the kernels have."""
-    return _by_union(r) and r.rows * r.config.block_size < UNION_BLOCK
 
 
 def _has_too_many_heads(r: Request) -> bool:
@@ -129,14 +119,20 @@ def _has_too_many_overlaps(r: Request) -> bool:
 
 
 FEATURES = (
-    *(Feature(f"dtype {str(dtype)[6:]}", _is_dtype(dtype), ARCHITECTURES) for dtype in KERNEL_DTYPES),
-    *(Feature(f"dtype {str(dtype)[6:]}", _is_dtype(dtype), ()) for dtype in (torch.float32, torch.float64)),
-    *(Feature(f"head dimension {dims}", _has_dims(dims), archs) for dims, archs in HEAD_DIMS.items()),
+    *(Feature(f"dtype {str(dtype)[6:]}", lambda r, dtype=dtype: r.dtype is dtype) for dtype in KERNEL_DTYPES),
+    Feature("dtype float32", lambda r: r.dtype is torch.float32, ()),
+    Feature("dtype float64", lambda r: r.dtype is torch.float64, ()),
+    *(Feature(f"head dimension {dims}", lambda r, dims=dims: (r.D, r.Dv) == dims, a) for dims, a in HEAD_DIMS.items()),
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
     Feature("block_size that divides 128 or is a multiple of 64", _tiles_fit),
     Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
-    Feature("block_size below 16", _is_small, ()),
-    Feature("block_size 16 with G below 4, 32 with 1", _has_too_many_bits, ()),
+    Feature("block_size below 16", lambda r: _by_union(r) and r.config.block_size < LEAST_BLOCK, ()),
+    # A tile has a bit for each of its tokens and each small block of an entry.
+    Feature(
+        "block_size 16 with G below 4, 32 with 1",
+        lambda r: _by_union(r) and r.rows * r.config.block_size < UNION_BLOCK,
+        (),
+    ),
     Feature("block_counts above 64", lambda r: r.lists is None and r.config.block_counts > MOST_BLOCKS, ()),
     Feature("G above 128 with q_tile 1, above 32 with others", _has_too_many_heads, ()),
     Feature("blocks that more than 64 compressed keys overlap", _has_too_many_overlaps, ()),
@@ -185,9 +181,7 @@ def _device_arch(forced: str | None, index: int | None) -> int:
         if not match:
             raise ValueError(f"FLASH_ATTENTION_ARCH must look like sm_90, got {forced!r}")
         return int(match[1])
-    if not torch.cuda.is_available():
-        return 0
-    major, minor = torch.cuda.get_device_capability(index)
+    major, minor = torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (0, 0)
     return major * 10 + minor
 
 
@@ -219,29 +213,13 @@ def missing_feature(request: Request) -> str | None:
     return None
 
 
-def choose_backend(
-    backend: str | None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    D: int,
-    Dv: int,
-    config: NSAConfig,
-    needs_grad: bool,
-    lists: str | None = None,
-    own_keys: bool = False,
-    rows: int = 16,
-    cached: bool = False,
-) -> str:
+def choose_backend(backend: str | None, *, device: torch.device, **call: object) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
     A GPU with kernels that lack something asked for is an error too: nothing slower takes over without being named.
 
     Args:
-        lists: "given" where the caller gives lists of blocks, "alone" for `selected_attention`; or None.
-        own_keys: keys or values of a branch are the caller's.
-        rows: query heads that share a list.
-        cached: keys and values are in caches, as for `nsa_with_kvcache`.
+        call: fields of `Request`, but its architecture.
 
     Raises:
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
@@ -258,10 +236,7 @@ def choose_backend(
     arch = device_arch(device.index)
     if backend is None and kernel_family(arch) not in ARCHITECTURES:
         return "eager"
-    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists, own_keys, rows, cached))
-    if missing is not None:
-        raise NotImplementedError(
-            f"sm_{arch}: the kernels do not support {missing} (dtype={dtype}, D={D}, Dv={Dv}, {config}); "
-            "backend='eager' does"
-        )
+    if (missing := missing_feature(r := Request(arch, **call))) is not None:
+        call = f"dtype={r.dtype}, D={r.D}, Dv={r.Dv}, {r.config}"
+        raise NotImplementedError(f"sm_{arch}: the kernels do not support {missing} ({call}); backend='eager' does")
     return "cute"

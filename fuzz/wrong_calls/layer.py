@@ -300,7 +300,7 @@ OF_CONFIG = (
     ),
     ("block_size compress_size", ValueError, "{} must be at most 1048576 tokens, got", 2**31 - 1, 2**20 + 8),
     ("compress_stride", ValueError, "compress_stride must divide block_size, got", 5, 32),
-    ("compress_size", ValueError, "compress_stride must divide block_size, got", 4, 12),
+    ("compress_size", ValueError, "compress_stride must divide compress_size, got", 4, 12),
     ("compress_size", ValueError, "compress_size other than block_size needs q_tile=1 and rule='nsa', got", 8, 32, 24),
     (
         "compress_size",
