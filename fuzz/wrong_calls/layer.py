@@ -224,23 +224,40 @@ CACHED = (
     ("backend", ValueError, "backend must be None or one of 'cute', 'eager', 'reference', got", "triton", 3),
     ("backend", ValueError, "backend='cute' needs tensors on a GPU, got cpu", "cute"),
 )  # fmt: skip
+SHARED, OUTPUT = torch.zeros(B, 32, HKV, D), torch.zeros(B, T, HQ, DV)
 OUT_OF_CACHE = (
     ("cache_seqlens", ValueError, "cache_seqlens, .* must lead to places in the caches; sequence 1 has 20 queries and "
      "33 tokens", Together(cache_seqlens=starts(0, 13), validate=True)),
-    ("k_cache", ValueError, r"k_cache is written to, must not be expanded, .* got strides \(0, ",
-     Together(k_cache=torch.zeros(1, 32, HKV, D).expand(B, 32, HKV, D), validate=True)),
+    ("cache_seqlens cache_batch_idx", ValueError, "must lead to places in the caches; sequence 0 has 20 queries",
+     Together(cache_seqlens=starts(-1, 0), validate=True), Together(cache_batch_idx=starts(B, 1), validate=True),
+     Together(k=None, v=None, cache_seqlens=starts(19, 20), validate=True)),
+    ("cache_batch_idx", ValueError, "cache_batch_idx must let no two sequences write .* got 1 for sequences 0 and 1",
+     Together(cache_batch_idx=starts(1, 1), validate=True)),
+    *((name, ValueError, r"{} is written to, must not be expanded, .* got strides \(0, ",
+       Together({name: torch.zeros(1, S, HKV, size).expand(B, S, HKV, size), "validate": True}))
+      for name, S, size in (("k_cache", 32, D), ("v_cache", 32, DV), ("k_cmp_cache", 8, D), ("v_cmp_cache", 8, DV))),
+    ("k_cache", ValueError, "{} is written to, must not be .* overlap itself",
+     Together(k_cache=torch.zeros(B, 40, HKV, D).as_strided((B, 32, HKV, D), (8, 16, 8, 1)), validate=True)),
     ("k_cmp_cache", ValueError, "v_cmp_cache must have memory of its own, got a tensor that overlaps k_cmp_cache|"
      "k_cmp_cache must have memory of its own, got a tensor that overlaps v_cmp_cache",
      Together(zip(("k_cmp_cache", "v_cmp_cache"), torch.zeros(B, 8, HKV, D + 1).unfold(3, D, 1).unbind(3)),
               v_cache=torch.zeros(B, 32, HKV, D), v=torch.zeros(B, T, HKV, D), validate=True)),
+    ("v_cache", ValueError, "(v_cache|k_cache) must have memory of its own, got .* overlaps",
+     Together(k_cache=SHARED, v_cache=SHARED[..., :DV], validate=True)),
+    ("k_cmp_cache", ValueError, "(k_cmp_cache|k_cache) must have memory of its own, got .* overlaps",
+     Together(k_cache=SHARED, k_cmp_cache=SHARED[:, -8:], validate=True)),
+    ("out", ValueError, "(out|v_cache) must have memory of its own, got .* overlaps",
+     Together(out=OUTPUT, v_cache=OUTPUT.view(B, 40, HKV, DV)[:, :32], validate=True)),
 )  # fmt: skip
 PAGES = (
-    ("page_table", ValueError, "page_table must name no page of a sequence twice, got 3 twice for sequence 1",
+    ("page_table cmp_page_table", ValueError, "{} must name no page of a sequence twice, got 3 twice for sequence 1",
      torch.tensor([[0, 1], [3, 3]]).int()),
-    ("page_table", ValueError, "page_table must let no two sequences write to .*, got 0 for sequences 0 and 1",
+    ("page_table cmp_page_table", ValueError, "{} must let no two sequences write to .*, got 0 for sequences 0 and 1",
      torch.tensor([[0, 1], [0, 2]]).int()),
     ("cmp_page_table", ValueError, "cmp_page_table must let no .*, or one where another has tokens, got 1 for",
      torch.tensor([[0, 1], [1, 2]]).int()),
+    ("page_table cmp_page_table", ValueError, "must lead to places in the caches; sequence 0 has 20 queries",
+     torch.tensor([[6, 1], [2, 3]]).int(), torch.tensor([[0, -1], [2, 3]]).int()),
 )  # fmt: skip
 PAGED = (
     ("page_table cmp_page_table", TypeError, "{} must be int32, got", lambda x: x.long()),

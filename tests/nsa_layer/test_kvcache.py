@@ -1,20 +1,21 @@
-"""`nsa_with_kvcache`: however a sequence is cut into calls, they give what `nsa` gives for all of it."""
+"""`nsa_with_kvcache`: however a sequence is cut into calls, they give what `nsa` gives for all of it.
+
+In caches that were full of NaN, by PyTorch and by the kernels' host code, with PyTorch in the kernels' place on a CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
+from nsa_layer import NSACache, NSAConfig, NSAttention, cached_call, nsa, nsa_with_kvcache
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_call
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.kvcache import eager
@@ -161,6 +162,39 @@ def assert_whole(inputs: Inputs, found: Sequence[Sequence[tuple]], *, rtol: floa
             assert torch.equal(F.pad(x[..., :n], (0, width - n), value=-1), expected)
 
 
+@pytest.fixture(params=["eager", "cute"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Eager, and the kernels' host code."""
+    if request.param == "eager":
+        yield "eager"
+        return
+    request.getfixturevalue("emulation")
+    yield "cute"
+
+
+@pytest.fixture
+def emulation() -> Iterator[None]:
+    """PyTorch stands for the kernels."""
+    pytest.importorskip("cutlass")
+    from emulated_caches import emulated
+
+    with emulated():
+        yield
+
+
+def attended(given: dict, backend: str = "cute", validate: bool = False) -> tuple[torch.Tensor, tuple]:
+    """o and log-sum-exps of a call."""
+    if backend == "eager":
+        return nsa_with_kvcache(**given, return_lse=True, validate=validate)
+    from nsa_layer.cute import kvcache
+
+    call = CachedCall(**given)
+    return kvcache.attend(call, *check_call(call, validate=validate), validate=validate)
+
+
+EXACT = dict(rtol=1e-12, atol=1e-12)
+
+
 def every(step: int, most: int = 100) -> list[range]:
     return [range(0, most, step)] * 4
 
@@ -176,8 +210,8 @@ CUTS = {
 
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_any_cut_gives_the_whole(paged: bool, name: str) -> None:
-    Caches(make_inputs(CASE), paged).finish(CUTS[name])
+def test_any_cut_gives_the_whole(backend: str, paged: bool, name: str) -> None:
+    Caches(make_inputs(CASE), paged).finish(CUTS[name], backend)
 
 
 VARIANTS = {
@@ -186,17 +220,14 @@ VARIANTS = {
     "own keys": replace(CASE, own_keys=OWN_KEYS),
     "own keys, overlapping": replace(CASE, own_keys=("k_cmp", "v_win"), config=OVERLAPPING),
 }
+KEPT = {"contiguous": (False, True), "paged": (True, True), "made anew": (True, False)}  # paged, with compressed caches
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_variants(paged: bool, name: str) -> None:
-    Caches(make_inputs(VARIANTS[name]), paged).finish(CUTS["ragged"])
-
-
-@pytest.mark.parametrize("name", ["overlapping, weights", "gates given"])
-def test_without_compressed_caches_they_are_made_anew(name: str) -> None:
-    Caches(make_inputs(VARIANTS[name]), True, compressed=False).finish(CUTS["ragged"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_variants(backend: str, kept: str, name: str) -> None:
+    if kept != "made anew" or "own" not in name:
+        Caches(make_inputs(VARIANTS[name]), *KEPT[kept]).finish(CUTS["ragged"], backend)
 
 
 @pytest.mark.parametrize("name", ["overlapping, weights", "own keys"])
@@ -204,83 +235,155 @@ def test_reference(name: str) -> None:
     Caches(make_inputs(VARIANTS[name]), True).finish(CUTS["ragged"], "reference")
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(1, 99), max_size=5), min_size=4, max_size=4),
-    st.sampled_from([SMALL, OVERLAPPING]),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 99),
-)
-def test_drawn_cuts(cuts: list[list[int]], config: NSAConfig, paged: bool, compressed: bool, seed: int) -> None:
-    inputs = make_inputs(replace(CASE, config=config, seed=seed, gate="none"))
-    Caches(inputs, paged, compressed, seed).finish(cuts)
+def test_few_bytes_hold_a_sequence_at_a_time(emulation: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_layer.cute import kvcache
+
+    monkeypatch.setattr(kvcache, "WORKSPACE", 1)
+    Caches(make_inputs(VARIANTS["gates given"]), True).finish(CUTS["ragged"], "cute")
+
+
+def in_rows(caches: Caches) -> Caches:
+    """Contiguous caches, a row for each sequence in order."""
+    del caches.given["cache_batch_idx"]
+    caches.given = {name: x[: len(caches.length)] for name, x in caches.given.items()}
+    return caches
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("name", ["overlapping, weights", "own keys"])
+def test_lengths_that_are_on_the_gpu_alone(
+    emulation: None, monkeypatch: pytest.MonkeyPatch, name: str, paged: bool
+) -> None:
+    """Nothing but what stands for kernels reads starts of queries."""
+    monkeypatch.setattr(cached_call, "leaves_starts_on_gpu", lambda *_: True)
+    caches = Caches(make_inputs(VARIANTS[name]), paged, check=dict(backend="cute", validate=False))
+    (caches if paged else in_rows(caches)).finish(CUTS["ragged"], "cute")
+
+
+def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
+    emulation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa_layer.cute import kvcache
+
+    monkeypatch.setattr(cached_call, "leaves_starts_on_gpu", lambda *_: True)
+    given = contiguous(S=512)
+    given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=torch.tensor([0, 20, 40]).int())
+    anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * CachedCall(**given).bytes_of_room
+    for workspace, more, read in ((whole, anew, False), (whole - 1, anew, True), (whole - 1, {}, False), (1, {}, True)):
+        monkeypatch.setattr(kvcache, "WORKSPACE", workspace)
+        lengths, _ = check_call(CachedCall(**given | more), backend="cute", validate=False)
+        assert (lengths is not None) == read, (workspace, more)
+    monkeypatch.setattr(kvcache, "takes", lambda *_: True)  # decode's kernels copy nothing
+    assert check_call(CachedCall(**given), backend="cute", validate=False)[0] is None
+
+
+def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulation: None) -> None:
+    from nsa_layer.cute import kvcache
+
+    given, packed = contiguous(), {name: contiguous()[name].flatten(0, 1) for name in "qkv"}
+    want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL).flatten(0, 1)
+    given |= packed | dict(cu_seqlens_q=torch.tensor([-5, 20, 99]).int(), max_seqlen_q=20)
+    o, _ = kvcache.attend(CachedCall(**given), None, 8**-0.5, validate=False)
+    torch.testing.assert_close(o, want, **EXACT)
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_going_back_leaves_no_trace(paged: bool) -> None:
+def test_going_back_leaves_no_trace(backend: str, paged: bool) -> None:
     """Tokens that are taken back by their number alone, with the compressed keys that they completed."""
     caches = Caches(make_inputs(replace(CASE, config=OVERLAPPING)), paged)
     other = make_inputs(replace(CASE, seed=1))
-    first = caches.step([30, 0, 1, 20])
+    first = caches.step([30, 0, 1, 20], backend)
     mine, caches.inputs = caches.inputs, replace(other, case=caches.inputs.case)
-    caches.step([40, 0, 2, 37])
+    caches.step([40, 0, 2, 37], backend)
     caches.inputs, caches.length = mine, [30, 0, 1, 20]
-    assert_whole(mine, [list(parts) for parts in zip(first, caches.step([70, 0, 2, 37]))])
+    assert_whole(mine, [list(parts) for parts in zip(first, caches.step([70, 0, 2, 37], backend))])
 
 
 def contiguous(case: Case = Case(B=2, T=20, D=8, dtype=torch.float64, config=SMALL), S: int = 32) -> dict:
     """Arguments of a call on contiguous caches that hold nothing yet."""
-    inputs = make_inputs(case)
-    caches = {
-        name: x.new_full((case.B, S, *x.shape[2:]), torch.nan) for name, x in dict(k=inputs.k, v=inputs.v).items()
-    }
-    compressed = {f"{name}_cmp_cache": x[:, : S // 8].clone() for name, x in caches.items()}
-    return dict(
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        k_cache=caches["k"],
-        v_cache=caches["v"],
-        **compressed,
-        cache_seqlens=torch.zeros(case.B, dtype=torch.int32),
-        config=case.config,
-    )
+    given = {name: getattr(make_inputs(case), name) for name in "qkv"}
+    for name in "kv":
+        given[f"{name}_cache"] = given[name].new_full((case.B, S, *given[name].shape[2:]), torch.nan)
+        given[f"{name}_cmp_cache"] = given[f"{name}_cache"][:, : S // case.config.stride].clone()
+    return given | dict(cache_seqlens=torch.zeros(case.B, dtype=torch.int32), config=case.config)
 
 
-def test_a_batch_of_one_length() -> None:
+def whole(given: dict, names: Sequence[str] = "qkv") -> tuple[torch.Tensor, ...]:
+    """o and log-sum-exps of all tokens at once, and lists."""
+    o, aux = nsa(**{name: given[name] for name in (*names, "config")}, return_aux=True)
+    return o, *(getattr(aux, name) for name in LSES), aux.block_indices
+
+
+@pytest.mark.parametrize("packed, indexed", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["blocks", "overlapping"])
+def test_a_batch_is_read_in_place(backend: str, config: NSAConfig, packed: bool, indexed: bool) -> None:
+    """A batch of one length; a pack of one sequence is one too. A row by index is a page, here with a window's own."""
+    given = contiguous(Case(B=1 if packed else 2, T=20, D=8, dtype=torch.float64, config=config), S=24)
+    names = ("q", "k", "v", *("k_win", "v_win")[: 2 * indexed])
+    for name in names[3:]:
+        given |= {name: torch.randn_like(given[name[0]]), f"{name}_cache": given[f"{name[0]}_cache"].clone()}
+    *want, _ = whole(given, names)
+    found = []
+    for begin, end in ((0, 9), (9, 10), (10, 20)):
+        new = {name: given[name][:, begin:end] for name in names}
+        starts = torch.tensor([0, end - begin]).int() if packed else None
+        new = {name: x[0] for name, x in new.items()} if packed else new
+        more = dict(cache_seqlens=torch.full((len(given["q"]),), begin).int(), cu_seqlens_q=starts)
+        more |= dict(cache_batch_idx=torch.tensor([1, 0]).int()) if indexed else {}
+        o, lses = attended(given | new | more, backend)
+        found.append((o, *lses))
+    for i, x in enumerate(want):
+        got = torch.cat([part[i] for part in found], dim=0 if packed and not i else -1 if i else 1)
+        torch.testing.assert_close(got, x[0] if packed else x, **EXACT)
+
+
+def test_an_output_and_a_length_of_the_callers() -> None:
+    """The same tokens twice, the second time out of the caches; an int is a length for all."""
     given = contiguous()
-    want, aux = nsa(given["q"], given["k"], given["v"], config=SMALL, return_aux=True)
-    out = torch.empty_like(given["q"])
-    o, lses = nsa_with_kvcache(**given, out=out, return_lse=True)
-    assert o is out
-    torch.testing.assert_close(o, want, rtol=1e-12, atol=1e-12)
-    for lse, name in zip(lses, LSES):
-        torch.testing.assert_close(lse, getattr(aux, name), rtol=1e-12, atol=1e-12)
-    # The same tokens once more, now that they are in the caches; an int is a length for all.
+    want, out = whole(given)[0], torch.empty_like(given["q"])
+    assert nsa_with_kvcache(**given, out=out) is out
+    torch.testing.assert_close(out, want, **EXACT)
     again = nsa_with_kvcache(**given | dict(k=None, v=None, cache_seqlens=20, q=given["q"][:, 15:]))
-    torch.testing.assert_close(again, want[:, 15:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(again, want[:, 15:], **EXACT)
 
 
-def test_lists_of_tiles_may_be_given() -> None:
-    """Tiles count from the call's first query."""
-    config = SMALL.replace(q_tile=4)
-    given = contiguous() | dict(config=config)
-    want, aux = nsa(given["q"], given["k"], given["v"], config=config, return_aux=True)
-    lists = aux.block_indices
-    parts = [
-        nsa_with_kvcache(
-            **given
-            | {name: given[name][:, begin:end] for name in "qkv"}
-            | dict(cache_seqlens=begin, block_indices=lists[:, begin // 4 : -(-end // 4)])
-        )
-        for begin, end in ((0, 8), (8, 20))
-    ]
-    torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=1e-12, atol=1e-12)
+def in_parts_with_lists(
+    given: dict, lists: torch.Tensor, cut: int, packed: bool, backend: str = "cute"
+) -> torch.Tensor:
+    """o [B, T, Hq, Dv] of two calls, of which each has its tiles' lists: tiles count from a call's first query."""
+    B, T, q_tile, found = *given["q"].shape[:2], given["config"].q_tile, []
+    for begin, end in ((0, cut), (cut, T)):
+        new = {name: given[name][:, begin:end] for name in "qkv"}
+        new |= dict(block_indices=lists[:, begin // q_tile : -(-end // q_tile)])
+        if packed:
+            starts = torch.arange(B + 1).int() * (end - begin)
+            new = {name: x.flatten(0, 1) for name, x in new.items()} | dict(cu_seqlens_q=starts)
+        o, _ = attended(given | new | dict(cache_seqlens=torch.full_like(given["cache_seqlens"], begin)), backend)
+        found.append(o.view(B, end - begin, *o.shape[-2:]))
+    return torch.cat(found, dim=1)
 
 
-def is_blank(given: dict) -> bool:
-    return all(x.isnan().all() for name, x in given.items() if name.endswith("_cache"))
+@pytest.mark.parametrize("packed", [False, True])
+def test_lists_of_tiles_may_be_given(backend: str, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """To packed sequences that are attended to one after the other too."""
+    if backend == "cute":
+        monkeypatch.setattr("nsa_layer.cute.kvcache.WORKSPACE", 1)
+    given = contiguous() | dict(config=SMALL.replace(q_tile=4))
+    want, *_, lists = whole(given)
+    torch.testing.assert_close(in_parts_with_lists(given, lists, 8, packed, backend), want, **EXACT)
+
+
+def test_tokens_that_are_there_are_not_touched(backend: str) -> None:
+    """Nothing writes to tokens of earlier calls, nor reads what lies behind them."""
+    given = contiguous()
+    want = whole(given)[0]
+    attended(given, backend)
+    for name in ("k_cache", "v_cache"):
+        given[name][:, 20:] = torch.nan
+    before = given["v_cache"].clone()
+    more = dict(k=None, v=None, cache_seqlens=torch.full((2,), 20).int(), q=given["q"][:, 5:])
+    torch.testing.assert_close(attended(given | more, backend)[0], want[:, 5:], **EXACT)
+    torch.testing.assert_close(given["v_cache"], before, rtol=0, atol=0, equal_nan=True)
 
 
 OUT = {
@@ -296,43 +399,23 @@ OUT = {
 
 
 @pytest.mark.parametrize("name", OUT)
-def test_numbers_that_lead_out_of_the_caches(name: str) -> None:
+def test_numbers_that_lead_out_of_the_caches(backend: str, name: str) -> None:
     """Nothing of such a sequence is written and its rows are NaN; the others are as they were."""
-    given = contiguous() | OUT[name]
-    want = nsa(**{name: contiguous()[name] for name in "qkv"}, config=SMALL)
-    with pytest.raises(ValueError, match="cache_seqlens, page tables and cache_batch_idx must lead .*; sequence 0"):
-        nsa_with_kvcache(**given, validate=True)
-    assert is_blank(given)
-    o, lses = nsa_with_kvcache(**given, return_lse=True)
+    given, want = contiguous() | OUT[name], whole(contiguous())[0]
+    caches = [x for name, x in given.items() if name.endswith("_cache")]
+    with pytest.raises(ValueError, match="must lead to places in the caches; sequence 0 has 20 queries"):
+        attended(given, backend, validate=True)
+    assert all(x.isnan().all() for x in caches)
+    o, lses = attended(given, backend)
     assert o[0].isnan().all() and all(lse[0].isnan().all() for lse in lses)
     if given["k"] is None:
-        assert o.isnan().all() and is_blank(given)
+        assert o.isnan().all() and all(x.isnan().all() for x in caches)
         return
-    torch.testing.assert_close(o[1], want[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(o[1], want[1], **EXACT)
     assert all(x[0].isnan().all() and not x[1, :2].isnan().any() for x in (given["k_cache"], given["v_cmp_cache"]))
 
 
-SHARED = {
-    "cache_batch_idx": dict(cache_batch_idx=torch.tensor([1, 1]).int()),
-    "page_table": dict(page_table=torch.tensor([[1], [1]]).int(), cmp_page_table=torch.tensor([[0], [1]]).int()),
-    "cmp_page_table": dict(page_table=torch.tensor([[0], [1]]).int(), cmp_page_table=torch.tensor([[1], [1]]).int()),
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_two_sequences_that_write_to_one_place_are_refused(name: str) -> None:
-    given = contiguous() | SHARED[name]
-    with pytest.raises(ValueError, match=f"^{name} must let no two sequences write .* got 1 for sequences 0 and 1"):
-        nsa_with_kvcache(**given, validate=True)
-    assert is_blank(given)
-    # What they only read, or do not use, they may share.
-    compressed = dict.fromkeys(("k_cmp_cache", "v_cmp_cache", "cmp_page_table"))
-    alone = {name: given[name].nan_to_num() for name in ("k_cache", "v_cache")} | dict(k=None, v=None)
-    if name == "page_table":
-        nsa_with_kvcache(**given | compressed | alone | dict(cache_seqlens=20), validate=True)
-
-
-def in_pages(lengths: tuple[int, ...], pages: list[list[int]], **more: object) -> dict:
+def on_pages(lengths: tuple[int, ...], pages: list[list[int]], **more: object) -> dict:
     """Arguments of a packed call on 10 pages of 8 tokens, of each sequence's next tokens."""
     case = Case(lengths=lengths, D=8, dtype=torch.float64, config=SMALL)
     inputs = make_inputs(case)
@@ -365,9 +448,9 @@ HELD = {  # lengths, pages, cached tokens: the message, or None where numbers ar
 def test_pages_are_each_sequences_own_where_they_are_written(name: str) -> None:
     """Whole pages may be shared; one that is written to is copied before. Numbers are those of pages of their own."""
     lengths, pages, seqlens, message = HELD[name]
-    given = in_pages(lengths, pages, cache_seqlens=seqlens)
+    given = on_pages(lengths, pages, cache_seqlens=seqlens)
     if message is None:
-        want = nsa_with_kvcache(**in_pages(lengths, [[0, 1, 6], [2, 3, 7]], cache_seqlens=seqlens))
+        want = nsa_with_kvcache(**on_pages(lengths, [[0, 1, 6], [2, 3, 7]], cache_seqlens=seqlens))
         torch.testing.assert_close(nsa_with_kvcache(**given, validate=True), want)
         return
     with pytest.raises(ValueError, match=f"^page_table must .*{message}"):
@@ -375,17 +458,8 @@ def test_pages_are_each_sequences_own_where_they_are_written(name: str) -> None:
     assert not given["k_cache"].any()
 
 
-def test_compressed_pages_are_each_sequences_own_where_they_are_written() -> None:
-    own = dict(page_table=torch.arange(6).view(2, 3).int())
-    wrong = {"twice, got 4 twice for sequence 1": [[0, 1], [4, 4]], "got 1 for sequences 0 and 1": [[0, 1], [1, 3]]}
-    for message, pages in wrong.items():
-        given = in_pages((13, 13), [[0, 1], [2, 3]], cache_seqlens=0 * SEQLENS + 4) | own
-        with pytest.raises(ValueError, match=f"^cmp_page_table must .* {message}"):
-            nsa_with_kvcache(**given | dict(cmp_page_table=torch.tensor(pages).int()), validate=True)
-
-
 def test_rows_are_each_sequences_own_where_they_are_written() -> None:
-    given = in_pages((3, 0), [[0, 1], [2, 3]], cache_seqlens=torch.tensor([1, 3]).int())
+    given = on_pages((3, 0), [[0, 1], [2, 3]], cache_seqlens=torch.tensor([1, 3]).int())
     given |= dict(page_table=None, cmp_page_table=None, cache_batch_idx=torch.tensor([4, 4]).int())
     given |= {name: x[:10] for name, x in given.items() if name.endswith("cmp_cache")}
     with pytest.raises(ValueError, match="^cache_batch_idx must .* another has tokens, got 4 for sequences 0 and 1"):
@@ -393,55 +467,19 @@ def test_rows_are_each_sequences_own_where_they_are_written() -> None:
     nsa_with_kvcache(**given | dict(cache_seqlens=torch.tensor([3, 2]).int()), validate=True)
 
 
-CACHES_OF = ("k_cache", "v_cache", "k_cmp_cache", "v_cmp_cache")
-
-
-@pytest.mark.parametrize("name", CACHES_OF)
-def test_caches_that_are_written_are_not_expanded(name: str) -> None:
-    given = contiguous()
-    given[name] = given[name][:1].expand(2, -1, -1, -1)
-    with pytest.raises(ValueError, match=rf"^{name} is written to, must not be expanded, .* got strides \(0, "):
-        nsa_with_kvcache(**given, validate=True)
-    assert is_blank(given)
-    rows = contiguous()
-    rows[name] = rows[name].new_full((2, 40, 2, 8), torch.nan).as_strided(rows[name].shape, (8, 16, 8, 1))
-    with pytest.raises(ValueError, match=f"^{name} is written to, must not be .* overlap itself"):
-        nsa_with_kvcache(**rows, validate=True)
-
-
-def test_what_is_only_read_may_be_expanded() -> None:
+def test_memory_that_is_only_read_may_be_shared() -> None:
+    """By sequences, and by keys and values, which may lie beside each other too."""
     given = contiguous() | dict(k_cmp_cache=None, v_cmp_cache=None, k=None, v=None, cache_seqlens=20)
-    for name in CACHES_OF[:2]:
-        given[name] = torch.randn_like(given[name])[:1].expand(2, -1, -1, -1)
-    want = nsa_with_kvcache(**given | {name: given[name].contiguous() for name in CACHES_OF[:2]})
+    names = ("k_cache", "v_cache")
+    given |= {name: torch.randn_like(given[name])[:1].expand(2, -1, -1, -1) for name in names}
+    want = nsa_with_kvcache(**given | {name: given[name].contiguous() for name in names})
     assert torch.equal(nsa_with_kvcache(**given, validate=True), want)
-    given["v_cache"] = given["k_cache"]
-    nsa_with_kvcache(**given, validate=True)
-
-
-@pytest.mark.parametrize("name, other", [("v_cache", "k_cache"), ("k_cmp_cache", "v_cache"), ("out", "v_cache")])
-def test_caches_do_not_overlap(name: str, other: str) -> None:
-    """But keys may lie beside values."""
-    given = contiguous() | dict(out=torch.empty(2, 20, 4, 8).double())
-    both = torch.full((2, 70, 2, 8), torch.nan, dtype=torch.float64)
+    pages = dict(page_table=torch.tensor([[1], [1]]).int()) | {name: given[name].contiguous() for name in names}
+    assert torch.equal(nsa_with_kvcache(**given | pages, validate=True), want)
+    nsa_with_kvcache(**given | dict(v_cache=given["k_cache"]), validate=True)
+    given, both = contiguous(), torch.full((2, 70, 2, 8), torch.nan, dtype=torch.float64)
     given |= dict(k_cache=both[:, 0:64:2], v_cache=both[:, 1:64:2])
-    want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL)
-    torch.testing.assert_close(nsa_with_kvcache(**given, validate=True), want)
-    both.fill_(torch.nan)
-    size = given[name].shape[1]
-    given |= {name: given[other] if name[0] == "v" else given[other][:, -size:]}
-    if name == "out":
-        given |= dict(q=given["q"][:, :, :2], out=given["out"])
-    with pytest.raises(ValueError, match=f"^({name}|{other}) must have memory of its own, got .* overlaps"):
-        nsa_with_kvcache(**given, validate=True)
-    assert both.isnan().all()
-
-
-def test_an_expanded_output_is_refused_before_the_caches_are_written() -> None:
-    given = contiguous()
-    with pytest.raises(ValueError, match="^out is written to, must not be expanded"):
-        nsa_with_kvcache(**given, out=torch.empty(1, 20, 4, 8).double().expand(2, -1, -1, -1))
-    assert is_blank(given)
+    torch.testing.assert_close(nsa_with_kvcache(**given, validate=True), whole(given)[0])
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -479,7 +517,7 @@ def test_one_graph_decodes() -> None:
     for t in range(20):
         found.append(step({name: x[:, t : t + 1].contiguous() for name, x in tokens.items()}, seqlens))
         seqlens += 1
-    torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat(found, dim=1), want, **EXACT)
     assert counter.frame_count == 1
 
 
@@ -490,3 +528,175 @@ def test_autocast_is_as_if_cast_by_hand() -> None:
     float32 = given | {name: given[name].float() for name in "qkv"}
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(nsa_with_kvcache(**float32, gate_weight=torch.ones(4, 3, 8)), want)
+
+
+KERNELS = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=5, window_size=100))
+PACK = Case(lengths=(500, 0, 3, 261), **KERNELS)
+ON_GPU = {
+    "default": PACK,
+    "paper, weights": replace(PACK, config=NSAConfig.paper(block_counts=5, window_size=100), compress_weights=True),
+    "own keys, D 128, one head": replace(PACK, Hq=2, D=128, own_keys=OWN_KEYS, dtype=torch.float16),
+}
+ROUNDING = dict(rtol=0.02, atol=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", ["7", "64", "100", "all at once", "ragged"])
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_any_cut_gives_the_whole_on_the_kernels(paged: bool, name: str, cut: str) -> None:
+    cuts = [(90, 91, 410), (), (1,), (64, 128)] if cut == "ragged" else every(int(cut) if cut.isdigit() else 500, 500)
+    inputs = make_inputs(ON_GPU[name], "cuda")
+    Caches(inputs, paged, name != "paper, weights", page=64, room=576).finish(cuts, "cute", **ROUNDING)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["pages", "rows", "pages of much room"])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, name: str, kept: str
+) -> None:
+    """They stay there too where a copy of all the caches that there is room for would take 4 GiB or more."""
+
+    def unread(*_: object, read: bool) -> None:
+        assert not read
+
+    monkeypatch.setattr(cached_call, "check_lengths", unread)
+    inputs, check = make_inputs(ON_GPU[name], "cuda"), dict(backend="cute", validate=False)
+    caches = Caches(inputs, kept != "rows", page=64, room=576, check=check)
+    if kept == "rows":
+        caches = in_rows(caches)
+    if "much" in kept:
+        for table in ("page_table", "cmp_page_table"):
+            caches.given[table] = torch.nn.functional.pad(caches.given[table], (0, 1 << 15), value=-1)
+    caches.finish([(90, 91, 410), (), (1,), (64, 128)], "cute", **ROUNDING)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beside, page", [(0, None), (1, None), (0, 64), (0, 192)])
+@pytest.mark.parametrize("step", [64, 100, 500])
+def test_a_batch_is_read_in_place_on_the_kernels(step: int, beside: int, page: int | None) -> None:
+    """Caches are full of NaN, longer than any tile; rows may start anywhere, and pages may lie so."""
+    case = Case(B=2, T=500, **KERNELS)
+    inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
+    caches = batch_caches(inputs, 1344, beside)
+    if page is not None:
+        caches = in_pages(caches, page)
+    seqlens, found = torch.zeros(2, dtype=torch.int32, device="cuda"), []
+    for begin in range(0, 500, step):
+        new = {name: getattr(inputs, name)[:, begin : begin + step] for name in "qkv"}
+        given = caches | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
+        found.append(attended(given)[0])
+        seqlens += found[-1].shape[1]
+    torch.testing.assert_close(torch.cat(found, dim=1), want.o, **ROUNDING)
+
+
+def batch_caches(inputs: Inputs, S: int, beside: int = 0) -> dict[str, torch.Tensor]:
+    caches = {}
+    for name in "kv":
+        B, _, H, D = getattr(inputs, name).shape
+        for kind, rows in (("", S), ("_cmp", S // 64)):
+            cache = torch.full((B, rows, H, beside + D), torch.nan, dtype=inputs.q.dtype, device="cuda")
+            caches[f"{name}{kind}_cache"] = cache[..., beside:]
+    return caches
+
+
+def in_pages(caches: dict[str, torch.Tensor], page: int) -> dict[str, torch.Tensor]:
+    """The same caches as pages in any order, and their tables; those of keys lie by head."""
+    parts = {name: page // (64 if "cmp" in name else 1) for name in caches}
+    paged = {name: x.flatten(0, 1).unflatten(0, (-1, parts[name])) for name, x in caches.items()}
+    paged |= {name: paged[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("k_cache", "k_cmp_cache")}
+    table = torch.randperm(len(paged["k_cache"]), device="cuda").int().view(len(caches["k_cache"]), -1)
+    return paged | dict(page_table=table, cmp_page_table=table)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [None, 64])
+def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> None:
+    """Sequences end up outside of the caches: their rows are NaN, and no place is written."""
+    case = Case(B=2, T=320, **KERNELS)
+    inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
+    caches, seqlens = batch_caches(inputs, 320), torch.zeros(2, dtype=torch.int32, device="cuda")
+    given = caches if page is None else in_pages(caches, page)
+    caches = {name: given[name] for name in caches}
+    new = {name: getattr(inputs, name)[:, :64].clone() for name in "qkv"}
+    given = given | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attended(given)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, _ = attended(given)
+    for cache in caches.values():
+        cache.fill_(torch.nan)
+    for begin in range(0, 320, 64):
+        for name, x in new.items():
+            x.copy_(getattr(inputs, name)[:, begin : begin + 64])
+        graph.replay()
+        torch.testing.assert_close(o, want.o[:, begin : begin + 64], **ROUNDING)
+        seqlens += 64
+    before = {name: x.clone() for name, x in caches.items()}
+    seqlens.copy_(torch.tensor([300, -1]))
+    graph.replay()
+    assert o.isnan().all()
+    if page is not None:
+        seqlens.copy_(torch.tensor([0, 64]))
+        given["page_table"][:, 0] = torch.tensor([-5, 2**31 - 1])
+        graph.replay()
+        assert o.isnan().all()
+    assert all(torch.equal(before[name], x) for name, x in caches.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("q_tile", [1, 128])
+def test_lists_may_be_given_on_the_kernels(q_tile: int, packed: bool) -> None:
+    case = Case(B=2, T=500, **KERNELS | dict(config=KERNELS["config"].replace(q_tile=q_tile), gate="none"))
+    inputs = make_inputs(case, "cuda")
+    want, given = run("cute", inputs), {name: getattr(inputs, name) for name in "qkv"}
+    given |= in_pages(batch_caches(inputs, 512), 64) | dict(config=case.config)
+    given["cache_seqlens"] = torch.zeros(2, dtype=torch.int32, device="cuda")
+    got = in_parts_with_lists(given, want.aux.block_indices, 256, packed)
+    torch.testing.assert_close(got, want.o, **ROUNDING)
+
+
+@pytest.mark.gpu
+def test_a_cache_of_pages_does_not_wait_for_the_gpu() -> None:
+    """Sequences grow unequally, and get new pages."""
+    case = Case(lengths=(200, 3, 150), **KERNELS)
+    inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
+    tokens = [getattr(inputs, name).split(case.lengths) for name in "qkv"]
+    for mode in ("default", "error"):  # the first compiles
+        cache = NSACache(3, 256, 2, 64, config=case.config, page_size=64, device="cuda")
+        found: list[list[torch.Tensor]] = [[], [], []]
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for counts in ((120, 2, 30), (80, 1, 120)):
+                spans = [slice(at, at + n) for at, n in zip(cache.lengths, counts)]
+                q, k, v = (torch.cat([x[span] for x, span in zip(own, spans)]) for own in tokens)
+                starts = torch.tensor([0, *counts]).cumsum(0).int()
+                o = cache.attend(q, k, v, cu_seqlens_q=starts, gate_weight=inputs.gate_weight)
+                for own, part in zip(found, o.split(counts)):
+                    own.append(part)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(torch.cat([part for own in found for part in own]), want.o, **ROUNDING)
+
+
+@pytest.mark.gpu
+def test_the_papers_module_appends_to_a_cache_on_the_kernels() -> None:
+    """Networks compress what each branch projects; a draft is taken back in between."""
+    config = NSAConfig(block_counts=5, window_size=100)
+    made = dict(compression="mlp", kv_per_branch=True, gate="input", device="cuda", dtype=torch.bfloat16)
+    layer = NSAttention(256, num_heads=8, num_kv_heads=2, head_dim=64, config=config, **made)
+    cache = NSACache(2, 320, 2, 64, config=config, page_size=64, own_window=True, own_sources=True, device="cuda")
+    for tensor in (*cache.caches.values(), *cache.sources.values()):
+        tensor.fill_(torch.nan)
+    x, found = torch.randn(2, 300, 256, device="cuda").bfloat16(), []
+    with torch.no_grad():
+        for begin, end in ((0, 150), (150, 170), (170, 300)):
+            layer(torch.randn(2, 20, 256, device="cuda").bfloat16(), cache=cache)
+            cache.crop(begin)
+            found.append(layer(x[:, begin:end], cache=cache))
+        torch.testing.assert_close(torch.cat(found, dim=1), layer(x), **ROUNDING)
