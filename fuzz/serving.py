@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fuzz.case import Served
-from nsa_layer import NSAConfig, nsa
+from nsa_layer import NSACache, NSAConfig, nsa
 
 PAGE, ROOM = 16, 80
 NEEDS = ("q", "k", "v", "k_cache", "v_cmp_cache", "gates")
@@ -95,6 +95,16 @@ class Calls:
         for counts in self.case.counts[:-1]:
             self.give(counts)
         return self.arguments(self.case.counts[-1])
+
+
+def check_pages(cache: NSACache) -> None:
+    """Each page is free or used as often as it is listed; free ones are filled with NaN."""
+    for pages in cache._pages.values():
+        listed = [page for own in pages.of for page in own]
+        assert pages.users == [listed.count(page) for page in range(len(pages.users))], "pages are counted wrongly"
+        assert sorted(pages.free) == [page for page, users in enumerate(pages.users) if not users], "free pages"
+        for x in pages.caches:
+            x[pages.free] = torch.nan
 
 
 def spoilt(case: Served, given: dict, lengths: list[int]) -> dict | None:

@@ -11,7 +11,7 @@ import torch
 from fuzz import strategies
 from fuzz.case import Served
 from fuzz.prop import Skip, holds
-from fuzz.serving import CACHES, PAGE, ROOM, Calls, config_of, spoilt
+from fuzz.serving import CACHES, PAGE, ROOM, Calls, check_pages, config_of, spoilt
 from nsa_layer import NSACache, nsa, nsa_with_kvcache
 from nsa_layer.kvcache import eager  # noqa: F401, a fault is planted in what has been imported
 
@@ -63,7 +63,7 @@ def no_gradient_is_lost(case: Served) -> None:
 
 @holds("caches.steps of NSACache", strategies.served, pr=20)
 def steps_of_nsa_cache(case: Served) -> None:
-    """Appended, gone back, reordered and copied in and out of inference mode: what `nsa` gives for each sequence."""
+    """Appended, cropped, reordered, grown and copied in and out of inference mode: `nsa`'s output for each sequence."""
     draw, B, calls = random.Random(case.seed), len(case.counts[0]), Calls(case)
     kept = dict(page_size=PAGE, num_pages=None) if case.kept == "pages" else {}
     modes = [torch.no_grad, torch.inference_mode]
@@ -80,6 +80,8 @@ def steps_of_nsa_cache(case: Served) -> None:
             if draw.random() < 0.3:
                 lengths = [draw.randint(0, n) for n in lengths]
                 cache.crop(lengths)
+            if not kept and draw.random() < 0.3:
+                cache.grow(ROOM + 8)
             counts = [min(n, ROOM - at) for n, at in zip(counts, lengths)]
             tokens = [calls.tokens[i] for i in of]
             each = [[own[name][at : at + n] for own, at, n in zip(tokens, lengths, counts)] for name in ("q", "k", "v")]
@@ -94,7 +96,10 @@ def steps_of_nsa_cache(case: Served) -> None:
                 want = nsa(*(own[name][None, :end] for name in ("q", "k", "v")), config=config_of(case))[0, end - n :]
                 torch.testing.assert_close(part.clone(), want, rtol=1e-9, atol=1e-9)
         assert cache.lengths == tuple(lengths) == tuple(cache.cache_seqlens.tolist())
-    cache.cache_seqlens += ROOM  # as calls outside of it may leave it
+        held = [*cache.caches.values(), cache.cache_seqlens, *(pages.table for pages in cache._pages.values())]
+        assert not any(x.is_inference() for x in held), "made under inference mode, where no other call may change it"
+        check_pages(cache)
+    cache.cache_seqlens += 2 * ROOM  # as calls outside of it may leave it
     try:
         cache.attend(*(torch.stack([calls.tokens[0][name][:1]] * B) for name in ("q", "k", "v")), validate=True)
     except ValueError:

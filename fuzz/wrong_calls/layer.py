@@ -195,6 +195,10 @@ CACHED = (
     ("k_win", ValueError, "k_win needs k_win_cache to be written to", torch.zeros(B, T, HKV, D)),
     ("v_win_cache", ValueError, "v_win must be given where k is", torch.zeros(B, 32, HKV, DV)),
     ("k_win_cache", ValueError, r"k_win_cache must have shape \(2, 32, 2, 8\)", torch.zeros(B, 31, HKV, D)),
+    *((name, ValueError, "{} must be None where there is no window, got one with window_size=0",
+       Together({name: torch.zeros(B, 32, HKV, size), "config": CONFIG.replace(q_tile=1, window_size=0), "k": None,
+                 "v": None, "cache_seqlens": starts(20, 20)}))
+      for name, size in (("k_win_cache", D), ("v_win_cache", DV))),
     ("k_cmp_cache", ValueError, "k_cmp needs k_cmp_cache", Together(k_cmp=torch.zeros(B, 5, HKV, D), k_cmp_cache=None)),
     ("k_cmp v_cmp", ValueError, r"{} must have shape \(2, 5, 2, .\), got", torch.zeros(B, 6, HKV, D)),
     ("k_cmp_cache v_cmp_cache", ValueError, "{} must have room for the 8 keys of 32 tokens, got 7", lambda x: x[:, 1:]),
@@ -277,6 +281,12 @@ CACHE = (
     ("page_size", ValueError, "page_size must be a multiple of block_size=4, got 10", 10),
     ("page_size", ValueError, "num_pages is for a paged cache, got 9 without page_size", None),
     ("own_window", *NOT_A_BOOL),
+    (
+        "own_window",
+        ValueError,
+        "own_window must be False where there is no window, got True",
+        Together(own_window=True, config=CONFIG.replace(q_tile=1, window_size=0)),
+    ),
     ("dtype", TypeError, "dtype must be float16, .* got", torch.int32, "bfloat16", None),
 )
 OF_CACHE = (

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from layer_calls import needs_hopper
 from stub_kernels import launches, stubbed_layer
 
 from nsa_layer import NSAConfig, NSAttention, nsa
@@ -73,8 +74,8 @@ def test_inputs_are_cast(backend: str, case: Case, dtype: torch.dtype, half: tor
 @pytest.mark.parametrize("case", ON_GPU, ids=repr)
 @pytest.mark.parametrize("backend", ["cute", "eager"])
 def test_on_a_gpu(backend: str, case: Case, dtype: torch.dtype, half: torch.dtype) -> None:
-    if backend == "cute" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
+    if backend == "cute":
+        needs_hopper()
     given = leaves(case, dtype, "cuda")
     got = outcome(case, *given, backend, half, autocast=True, backward_too=True)
     assert got["dq"].dtype == dtype

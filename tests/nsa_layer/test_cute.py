@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layer_calls import needs_hopper
 
 from nsa_layer import NSAConfig
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
@@ -25,15 +26,6 @@ from nsa_tools.testing.covering_calls import covering
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture
-def hopper() -> None:
-    """Skips a test of what only Hopper's kernels do."""
-    from nsa_layer.support import device_arch, kernel_family
-
-    if kernel_family(device_arch()) != 90:
-        pytest.skip("needs a Hopper GPU")
 
 
 @pytest.fixture
@@ -95,10 +87,10 @@ def test_lists_of_more_heads_than_a_tile_has_rows(G: int, D: int) -> None:
     assert_close_to_reference(case, listed, "cuda")
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("sizes", list(map(dict, BY_TOKEN[:12:3])), ids=str)
 def test_kernels_by_token_as_blackwell_has_them(sizes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products warp by warp, and forward's own kernel."""
+    needs_hopper()
     from flash_attn.cute.multiply import form
 
     monkeypatch.setattr(form, "FORCED", True)
@@ -172,23 +164,14 @@ ON_HOPPER = [
 ]
 
 
-def assert_options(D: int, options: dict) -> None:
-    sizes = dict(T=1000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=by_tile(), compress_weights=True)
-    case = Case(**(sizes | options))
-    assert_close_to_reference(case, "cute", "cuda")
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS + ON_HOPPER, ids=str)
 @pytest.mark.parametrize("D", [64, 128])
 def test_options(D: int, options: dict) -> None:
-    assert_options(D, options)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("options", ON_HOPPER, ids=str)
-@pytest.mark.parametrize("D", [64, 128])
-def test_deterministic_gradients(D: int, options: dict) -> None:
-    assert_options(D, options)
+    sizes = dict(T=1000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=by_tile(), compress_weights=True)
+    case = Case(**(sizes | options))
+    if case.config.deterministic:
+        needs_hopper()
+    assert_close_to_reference(case, "cute", "cuda")
 
 
 @pytest.mark.parametrize(("block_size", "D"), [(64, 128), (128, 64)])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from layer_calls import deterministic, needs_hopper
 from stub_kernels import launches, stubbed_layer, stubs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,16 +55,6 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
     assert not {(name, True) for name in UNORDERED} & recorder.seen
 
 
-@contextmanager
-def told() -> Iterator[None]:
-    """Within, PyTorch is told to be deterministic."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def step(config: NSAConfig, forward: AbstractContextManager, backward: AbstractContextManager) -> list:
     """The launches of a step of the layer, with each half in a context of its own."""
     inputs = make_inputs(Case(T=300, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16))
@@ -85,8 +76,8 @@ def test_pytorch_may_ask_for_it() -> None:
         ordered, plain = step(config.replace(deterministic=True), free, free), step(config, free, free)
         assert ordered != plain
         for _ in range(3):  # more often than it takes to repeat a call without its host work
-            assert step(config, told(), told()) == ordered
-            assert step(config, free, told()) == ordered
+            assert step(config, deterministic(), deterministic()) == ordered
+            assert step(config, free, deterministic()) == ordered
             assert step(config, free, free) == plain
 
 
@@ -105,19 +96,19 @@ def blackwell() -> Iterator[None]:
 def test_unions_are_deterministic_on_blackwell_too(q_tile: int) -> None:
     config, free = NSAConfig(block_counts=3, q_tile=q_tile), nullcontext()
     ordered, plain = step(config.replace(deterministic=True), free, free), step(config, free, free)
-    assert step(config, told(), told()) == ordered != plain
+    assert step(config, deterministic(), deterministic()) == ordered != plain
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cute", "eager"])
 def test_same_bits_when_pytorch_asks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend == "cute" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
+    if backend == "cute":
+        needs_hopper()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which PyTorch insists on
     for lengths, q_tile in itertools.product((None, (700, 0, 1, 2299)), (1, 128)):
         sizes = dict(T=3000, Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, compress_weights=True)
         inputs = make_inputs(Case(**sizes, lengths=lengths, config=NSAConfig(block_counts=6, q_tile=q_tile)), "cuda")
-        with told():
+        with deterministic():
             first, *others = (run(backend, inputs) for _ in range(5))
         for other in others:
             for name, x in first.tensors().items():

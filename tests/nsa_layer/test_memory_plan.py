@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from layer_calls import needs_hopper
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
 from nsa_layer.call_spec import CallTensors
@@ -100,8 +101,7 @@ GATES_AND_LENGTHS = pytest.mark.parametrize(
 @pytest.mark.gpu
 @GATES_AND_LENGTHS
 def test_computing_again_changes_no_bit(lengths: tuple[int, ...] | None, gate: str) -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("deterministic backward needs a Hopper GPU")
+    needs_hopper()
     inputs = make_inputs(small_case(lengths, gate, deterministic=True), "cuda")
     plain = run("cute", inputs)
     for recompute in ("compressed", "all"):

@@ -12,7 +12,6 @@ from stub_kernels import LAUNCHED, stubbed_layer
 from nsa_layer import NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache
 from nsa_layer.cute.memory_plan import predict
 from nsa_tools.shape import Shape
-from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 NO_WINDOW = NSAConfig(block_size=8, block_counts=4, window_size=0)
@@ -45,15 +44,6 @@ def test_it_is_a_window_that_counts_nothing(backend: str, gate: str) -> None:
         assert not got.grads["gate_weight"][:, 2].any() and got.grads["gate_weight"][:, :2].any()
 
 
-@pytest.mark.parametrize("lengths", [None, (30, 0, 5, 19)])
-@pytest.mark.parametrize("q_tile", [1, 8, 64])
-def test_eager_is_its_definition(q_tile: int, lengths: tuple[int, ...] | None) -> None:
-    config = NO_WINDOW.replace(q_tile=q_tile)
-    for causal in (True, False):
-        case = Case(T=70, B=2, Hq=4, Hkv=2, D=8, config=config, lengths=lengths, causal=causal)
-        assert_close_to_reference(case, "eager")
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_on_caches(backend: str) -> None:
     inputs = make_inputs(Case(T=40, Hq=4, Hkv=2, D=8, dtype=torch.float64, config=NO_WINDOW, gate="given"))
@@ -79,18 +69,6 @@ def test_the_module_makes_no_keys_for_it() -> None:
     with torch.no_grad():
         parts = [layer(x[:, first:end], cache=cache) for first, end in ((0, 13), (13, 20))]
         torch.testing.assert_close(torch.cat(parts, 1), layer(x))
-
-
-def test_what_is_refused() -> None:
-    q = torch.randn(1, 20, 2, 8)
-    for name in ("k_win", "v_win"):
-        with pytest.raises(ValueError, match="k_win and v_win must be None .* window_size=0"):
-            nsa(q, q, q, config=NO_WINDOW, **{name: q})
-        cached = dict(k_cache=q, v_cache=q, cache_seqlens=20, config=NO_WINDOW)
-        with pytest.raises(ValueError, match=f"{name}_cache must be None .* window_size=0"):
-            nsa_with_kvcache(q, **cached, **{f"{name}_cache": q})
-    with pytest.raises(ValueError, match="own_window must be False"):
-        NSACache(1, 32, num_kv_heads=2, head_dim=8, config=NO_WINDOW, own_window=True)
 
 
 def test_a_graph_has_no_window() -> None:

@@ -1,4 +1,4 @@
-"""`NSACache`: whatever is appended, taken back and reordered, tokens get what `nsa` gives for their sequence."""
+"""`NSACache`: shared pages, room that ends, layers that append. Any steps: `fuzz/properties/caches.py`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from fuzz.serving import check_pages
 from nsa_layer import NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache
 from nsa_layer.rope import RotaryEmbedding
 
@@ -53,37 +52,11 @@ class Checked:
         self.check()
 
     def check(self) -> None:
-        """Lengths, and that a page is free or used as often as it is listed; free ones are spoilt."""
+        """Lengths and pages."""
         lengths = tuple(map(len, self.tokens))
         assert self.cache.lengths == lengths == tuple(self.cache.cache_seqlens.tolist())
         assert {int} == {*map(type, self.cache.lengths)}
-        for pages in self.cache._pages.values():
-            listed = [page for own in pages.of for page in own]
-            assert pages.users == [listed.count(page) for page in range(len(pages.users))]
-            assert sorted(pages.free) == [page for page, users in enumerate(pages.users) if not users]
-            for cache in pages.caches:
-                cache[pages.free] = torch.nan
-
-
-NUMBERS = st.lists(st.integers(0, 20), min_size=BATCH, max_size=BATCH)
-STEPS = st.one_of(
-    st.tuples(st.just("append"), NUMBERS.filter(any)),
-    st.tuples(st.just("crop"), NUMBERS),
-    st.tuples(st.just("reorder"), st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH)),
-)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(STEPS, max_size=8), st.sampled_from([SMALL, OVERLAPPING]), st.sampled_from([None, 16, 32]))
-def test_any_steps(steps: list[tuple[str, list[int]]], config: NSAConfig, page_size: int | None) -> None:
-    checked = Checked(config, page_size)
-    for name, numbers in steps:
-        if name == "append":
-            numbers = [min(n, ROOM - len(own)) for n, own in zip(numbers, checked.tokens)]
-        elif name == "crop":
-            numbers = [min(n, len(own)) for n, own in zip(numbers, checked.tokens)]
-        if name != "append" or any(numbers):
-            getattr(checked, name)(numbers)
+        check_pages(self.cache)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

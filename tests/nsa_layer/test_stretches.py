@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layer_calls import captured, needs_hopper
+from stub_kernels import LAUNCHED, stubbed_layer
 
 from fuzz import kernel_stretches
 from fuzz.stretches import Attend, in_stretches
@@ -64,19 +66,13 @@ def test_tiles_choose_for_whole_sequences_alone(attend: Attend) -> None:
 
 
 KERNELS = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(q_tile=1, block_counts=5, window_size=100))
+PAPER = KERNELS | dict(Hq=2, D=128, config=NSAConfig.paper(block_counts=5, window_size=100, deterministic=True))
 LONG = [[(0, 90), (410, 500)], [(90, 91), (409, 410)], [(91, 500), (0, 409)]]
 PACK = dict(lengths=(500, 0, 3, 261))
 PARTS = [[(0, 130), (0, 0), (0, 3), (260, 261)], [(130, 500), (0, 0), (3, 3), (0, 260)]]
 ON_GPU = {
     "batch": (Case(B=2, T=500, **KERNELS), LONG),
-    "paper, packed, own keys, deterministic": (
-        Case(
-            **PACK,
-            **KERNELS | dict(Hq=2, D=128, config=NSAConfig.paper(block_counts=5, window_size=100, deterministic=True)),
-            own_keys=OWN_KEYS,
-        ),
-        PARTS,
-    ),
+    "paper, packed, own keys, deterministic": (Case(**PACK, **PAPER, own_keys=OWN_KEYS), PARTS),
     "not causal": (Case(B=2, T=500, **KERNELS | dict(Hq=32, causal=False, dtype=torch.float16)), LONG),
     "packed, weights": (Case(**PACK, **KERNELS | dict(D=128), compress_weights=True), PARTS),
 }
@@ -85,11 +81,7 @@ ON_GPU = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 def test_stretches_are_the_whole_on_the_kernels(name: str) -> None:
-    from fuzz import kernel_stretches
-    from nsa_layer.support import device_arch, kernel_family
-
-    if kernel_family(device_arch()) != 90:
-        pytest.skip("needs a Hopper GPU")
+    needs_hopper()
     case, stretches = ON_GPU[name]
     got = assert_close_to_reference(case, in_stretches(kernel_stretches.attend, stretches), "cuda")
     whole = run("cute", make_inputs(case, "cuda"))
@@ -103,14 +95,9 @@ STUBBED = {name: ON_GPU[name] for name in ("batch", "not causal", "packed, weigh
 @pytest.mark.parametrize("name", STUBBED)
 def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
     """Every launch that is told where queries are among keys; no launch reads q_offset on the host."""
-    pytest.importorskip("cutlass")
-    from stub_kernels import LAUNCHED, stubbed_layer
-
     case, stretches = STUBBED[name]
     case = replace(case, D=64)
     with stubbed_layer():
-        from fuzz import kernel_stretches
-
         LAUNCHED.clear()
         got = run(in_stretches(kernel_stretches.attend, stretches), make_inputs(case))
     offsets = {tuple(first for first, _ in stretch) for stretch in stretches}
@@ -130,11 +117,7 @@ def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_reads_positions_when_it_is_replayed() -> None:
-    from fuzz import kernel_stretches
-    from nsa_layer.support import device_arch, kernel_family
-
-    if kernel_family(device_arch()) != 90:
-        pytest.skip("needs a Hopper GPU")
+    needs_hopper()
     case, _ = ON_GPU["batch"]
     inputs = make_inputs(case, "cuda")
     q, q_offset = inputs.q[:, :64].clone(), torch.zeros(case.B, dtype=torch.int32, device="cuda")
@@ -144,13 +127,7 @@ def test_a_graph_reads_positions_when_it_is_replayed() -> None:
         return kernel_stretches.attend(tensors, spec=case.spec)[0]
 
     with torch.no_grad():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            attend()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            o = attend()
+        graph, o = captured(attend)
         for offsets in ((0, 436), (99, 7)):
             q.copy_(torch.stack([x[at : at + 64] for x, at in zip(inputs.q, offsets)]))
             q_offset.copy_(torch.tensor(offsets))

@@ -26,13 +26,6 @@ def choose(backend: str | None = None, **changes: object) -> str:
     return support.choose_backend(backend, **request)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("D", [64, 128])
-def test_the_kernels_are_the_default_on_their_gpus(arch: int, D: int, dtype: torch.dtype) -> None:
-    assert choose(D=D, Dv=D, dtype=dtype) == "cute"
-    assert choose("cute", D=D, Dv=D, dtype=dtype) == "cute"
-
-
 def _alone(block_size: int) -> NSAConfig:
     return NSAConfig(block_size=block_size, q_tile=1)
 
@@ -65,41 +58,39 @@ def test_what_the_kernels_lack_is_refused_and_named(arch: int, feature: str, bac
         choose(backend, **asked)
 
 
-@pytest.mark.parametrize("q_tile", [2, 64])
-def test_a_list_for_a_few_tokens_is_supported(arch: int, q_tile: int) -> None:
-    assert choose(config=NSAConfig(q_tile=q_tile)) == "cute"
+FIXED, MOST = NSAConfig(deterministic=True), NSAConfig(block_counts=64)
+MANY = TILES.replace(block_counts=65)
+SUPPORTED = {
+    **{f"D {D}, {dtype}": dict(D=D, Dv=D, dtype=dtype) for D in (64, 128) for dtype in (torch.float16, torch.bfloat16)},
+    **{f"tiles of {q_tile}": dict(config=NSAConfig(q_tile=q_tile)) for q_tile in (1, 2, 64)},
+    "the paper's": dict(config=NSAConfig.paper()),
+    "lists for each token": dict(config=NSAConfig(), lists="given"),
+    "caches": dict(cached=True),
+    "lists alone": dict(config=_alone(192), lists="alone"),
+    "keys of a branch's own": dict(own_keys=True),
+    "deterministic forward": dict(config=TILES.replace(deterministic=True), needs_grad=False),
+    **{f"deterministic, {q_tile}": dict(config=FIXED.replace(q_tile=q_tile)) for q_tile in (1, 64, 128)},
+    "deterministic lists alone": dict(config=FIXED, lists="alone"),
+    # At the edge of each limit; a list of the caller's has none of them.
+    "64 blocks of tiles": dict(config=TILES.replace(block_counts=64), rows=32),
+    "64 blocks of tokens": dict(config=MOST, rows=128),
+    "short keys": dict(config=NSAConfig(compress_size=2), rows=1),
+    "given lists": dict(config=MANY, rows=33, lists="given"),
+    "small blocks": dict(config=NSAConfig(block_size=16, q_tile=128), rows=4),
+}
 
 
-def test_a_list_for_each_token_is_supported(arch: int) -> None:
-    assert choose(config=NSAConfig.paper()) == choose(config=NSAConfig(q_tile=1), lists="given") == "cute"
-    assert choose(cached=True) == "cute"
-    assert choose(config=_alone(192), lists="alone") == "cute"
+@pytest.mark.parametrize("asked", SUPPORTED.values(), ids=SUPPORTED)
+def test_the_kernels_are_the_default_on_their_gpus(arch: int, asked: dict) -> None:
+    assert choose(**asked) == choose("cute", **asked) == "cute"
 
 
-def test_keys_of_a_branchs_own_are_supported(arch: int) -> None:
-    assert choose(config=TILES, own_keys=True) == "cute"
-
-
-def test_deterministic_forward_is_supported(arch: int) -> None:
-    assert choose(config=TILES.replace(deterministic=True), needs_grad=False) == "cute"
-
-
-def test_deterministic_backward_is_supported(arch: int) -> None:
-    config = NSAConfig(deterministic=True)
-    for asked in (dict(), dict(config=config.replace(q_tile=64)), dict(config=config.replace(q_tile=128))):
-        assert choose(**dict(config=config) | asked) == choose(config=config, lists="alone") == "cute"
-
-
-def test_sizes_that_the_selection_kernels_take(arch: int) -> None:
-    """At the edge of each limit; a list of the caller's has none of them."""
-    tiles, tokens = TILES.replace(block_counts=64), NSAConfig(block_counts=64)
-    assert choose(config=tiles, rows=32) == choose(config=tokens, rows=128) == "cute"
-    assert choose(config=NSAConfig(compress_size=2), rows=1) == "cute"
-    assert choose(config=tiles.replace(block_counts=65), rows=33, lists="given") == "cute"
-    for config, rows in ((tiles, 33), (tokens, 129), (NSAConfig(block_size=16, q_tile=128), 3)):
+def test_one_head_more_is_refused(arch: int) -> None:
+    """Than the kernels of selection take, or one less than small blocks need."""
+    tiles = TILES.replace(block_counts=64)
+    for config, rows in ((tiles, 33), (MOST, 129), (NSAConfig(block_size=16, q_tile=128), 3)):
         with pytest.raises(NotImplementedError, match="backend='eager' does"):
             choose(config=config, rows=rows)
-    assert choose(config=NSAConfig(block_size=16, q_tile=128), rows=4) == "cute"
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 192, 256])
