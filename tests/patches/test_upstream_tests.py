@@ -14,6 +14,8 @@ from patches.materialise import load_pin, repository
 from patches.wheel import Pin
 
 TESTS = """
+import sys
+from types import ModuleType, SimpleNamespace
 import pytest
 from flash_attn.cute import build
 STOCK_ONLY = "deterministic bwd only on another card"
@@ -30,6 +32,13 @@ def test_of_the_fork(): assert build == "patched"
 
 def test_in_the_body():
     pytest.skip("padded Q + packed K")
+
+def test_leaves_gpu_memory():
+    torch = sys.modules["torch"] = ModuleType("torch")
+    torch.cuda = SimpleNamespace(held=2 << 30, memory_reserved=lambda: torch.cuda.held)
+    torch.cuda.empty_cache = lambda: setattr(torch.cuda, "held", 0)
+
+def test_finds_gpu_memory_free(): assert not sys.modules["torch"].cuda.held
 """
 
 
@@ -77,16 +86,16 @@ def test_failures_that_stock_lacks_are_told(root: Path, checkout: Path, capfd: p
     with pytest.raises(QueueError, match="is of other tests than these; record stock's outcomes"):
         run(root, checkout)
     assert run(root, checkout, stock=True, shard=(2, 2)) == 0
-    assert "test_utils: 32 of 74 cases" in capfd.readouterr().out
+    assert "test_utils: 32 of 76 cases" in capfd.readouterr().out
     assert not (root / upstream_tests.RECORD).exists(), "parts are left"
     assert run(root, checkout, stock=True, shard=(1, 2)) == 0
     record = json.loads((root / upstream_tests.RECORD).read_text())
-    assert record["files"] == {"test_utils": {"passed": 71, "failed": 1, "skipped": 2}}
+    assert record["files"] == {"test_utils": {"passed": 73, "failed": 1, "skipped": 2}}
     assert record["failed"] == ["test_utils.py::test_always_fails"] and record["pinned"]
 
     assert run(root, root / upstream_tests.FOLDER) == 1
     said = capfd.readouterr().out
-    assert "| test_utils | 70 | 2 | 2 | 71 | 1 | 2 |" in said
+    assert "| test_utils | 72 | 2 | 2 | 73 | 1 | 2 |" in said
     assert "| test_utils | 2 | 0 | 0 |  |  |  |" in said, (
         "skips of what the fork has are lifted, in a table of their own"
     )
