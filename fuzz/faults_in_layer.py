@@ -14,6 +14,7 @@ import torch
 from fuzz.mutations import Change, always, fault, faults, given, instead, result
 
 IS_ITS, WRONG, STEPS = "layer.is its", "caches.wrong", "caches.steps"
+SELECT, CHUNKED, LISTED = (f"nsa_layer.eager.{name}" for name in ("select_blocks", "chunk_attention", "list_attention"))
 SAME_ON_RANKS = "nsa_layer.context_parallel.checks:check_same_on_all_ranks"
 
 
@@ -31,40 +32,38 @@ def without(words: str) -> Change:
 
 
 faults(
-    ("one first block", "nsa_layer.choose:block_roles", IS_ITS,
+    ("one first block", SELECT + ":block_roles", IS_ITS,
      "One first block is forced where there should be several.",
      given(config=lambda c: c.replace(init_blocks=min(1, c.init_blocks)) if c.local_blocks else c)),
-    ("one local block too many", "nsa_layer.choose:block_roles", IS_ITS, "The block before the local ones is forced.",
+    ("one local block too many", SELECT + ":block_roles", IS_ITS, "The block before the local ones is forced.",
      given(config=lambda c: c.replace(local_blocks=c.local_blocks + (c.local_blocks > 0)))),
-    ("own block never chosen", "nsa_layer.choose:block_roles", IS_ITS,
+    ("own block never chosen", SELECT + ":block_roles", IS_ITS,
      "A token's own block is left out until it is complete, where no block is forced.",
      result(lambda roles: (*roles[:2], roles[1]))),
-    ("leaking query", "nsa_layer.choose:tile_queries", ("layer.causality", "layer.choice"),
+    ("leaking query", SELECT + ":tile_queries", ("layer.causality", "layer.choice"),
      "The mean of a tile's own queries, later ones included, is its query.", given(causal=False)),
-    ("forced blocks not counted", "nsa_layer.choose:_list_blocks", IS_ITS, "The block before a tile is not forced.",
+    ("forced blocks not counted", SELECT + ":_list_blocks", IS_ITS,
+     "The block before a tile is not forced.",
      given(forced=lambda x: x & ((x.int().cumsum(-1) != 2) | (x.sum(-1, keepdim=True) <= 2)))),
-    ("ties to the later block", "nsa_layer.choose:_tie_broken", "layer.choice",
-     "Among equal scores the later block is chosen.",
-     instead(lambda original, scores, eligible: original(scores.flip(-1), eligible.flip(-1)).flip(-1))),
     ("int64 wraps", "nsa_layer.checks:lists_in_int32", "layer.lists of", "Numbers beyond int32 become others.",
      instead(lambda original, lists: lists.int() if isinstance(lists, torch.Tensor) else lists)),
-    ("padding is the last block", "nsa_layer.choose:sorted_lists", "layer.lists of",
+    ("padding is the last block", LISTED + ":Pairs.__init__", "layer.lists of",
      "A number behind the sequence's blocks stands for the last one.",
-     instead(lambda original, index, N, end=None: original(index.clamp(max=N - 1), N, end))),
-    ("overlap counted once", "nsa_layer.choose:_in_blocks", IS_ITS,
+     instead(lambda original, pairs, lists, limit, N, size: original(pairs, lists.clamp(max=N - 1), limit, N, size))),
+    ("overlap counted once", SELECT + ":_in_blocks", IS_ITS,
      "A compressed key counts only for the block in which it starts.",
      given(config=lambda config: config.replace(compress_size=config.stride)), dict(seconds=120.0)),
-    ("token sees on", "nsa_layer.token_attention:_Items.__init__", ("layer.causality", IS_ITS),
+    ("token sees on", LISTED + ":Pairs.__init__", ("layer.causality", IS_ITS),
      "A token sees the token after it where its own block is listed.", given(limit=lambda limit: limit + 1)),
-    ("pair lost", "nsa_layer.token_attention:_Items.total", IS_ITS, "The last block of a token's list is not summed.",
-     instead(lambda _, own, x: x.flatten(0, 1)[own.place.view(own.shape)[..., :-1]].sum(2))),
-    ("compressed key too early", "nsa_layer.eager:_compressed_plan", "layer",
+    ("pair lost", LISTED + ":Pairs.total", IS_ITS, "The last block of a token's list is not summed.",
+     instead(lambda _, pairs, x: x.flatten(0, 1)[pairs.slot.view(pairs.shape)[..., :-1]].sum(2))),
+    ("compressed key too early", CHUNKED + ":visible_compressed", "layer",
      "A compressed block is visible one token before its last one is reached.",
      given(spec=lambda s: replace(s, config=s.config.replace(compress_offset=s.config.offset - 1)))),
-    ("window of the first queries", "nsa_layer.eager:_window_plan", "layer.stretches",
-     "Queries that begin inside their sequence have the window that its first ones have.", given(first=0)),
-    ("log-sum-exp to base 2", "nsa_layer.eager:_unfold", "layer", "The log-sum-exp comes out in powers of two.",
-     instead(lambda original, x, T: original(x, T) / (math.log(2) if x.ndim == 4 else 1.0))),
+    ("window of the first queries", CHUNKED + ":visible_window", "layer.stretches",
+     "Queries that begin inside their sequence have the window that its first ones have.", given(q_offset=0)),
+    ("log-sum-exp to base 2", CHUNKED + ":attend_chunks", "layer",
+     "The log-sum-exp comes out in powers of two.", result(lambda pair: (pair[0], pair[1] / math.log(2)))),
     ("zero taken", "nsa_layer.config:require_int", "options", "Sizes of 0 pass.",
      instead(lambda original, name, value, *, least=None: original(name, value, least=least and least - 1))),
     ("packings not compared", SAME_ON_RANKS, "ranks", "Ranks compare only the shapes of cu_seqlens.",
@@ -106,7 +105,7 @@ faults(
 )  # fmt: skip
 
 
-@fault("leaking selection", "nsa_layer.choose:block_roles", "layer.causality", "layer.choice")
+@fault("leaking selection", SELECT + ":block_roles", "layer.causality", "layer.choice")
 @instead
 def _leaking(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
     """Blocks that are complete at the end of a tile, not at its start, are candidates."""
@@ -118,7 +117,7 @@ def _leaking(original: Callable, tiles: Any, T: int, *, config: Any, causal: boo
     return forced, complete, candidate
 
 
-@fault("first blocks first", "nsa_layer.choose:block_roles", IS_ITS)
+@fault("first blocks first", SELECT + ":block_roles", IS_ITS)
 @instead
 def _first_first(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
     """A list too short for the forced blocks has the first of them, not the tile's own."""
@@ -127,31 +126,36 @@ def _first_first(original: Callable, tiles: Any, T: int, *, config: Any, causal:
     return forced & (forced.cumsum(1) <= config.block_counts), *rest
 
 
-@fault("shares of two", "nsa_layer.eager:gated", IS_ITS)
+@fault("ties to the later block", SELECT + ":_list_blocks", "layer.choice")
 @instead
-def _shares(original: Callable, tensors: Any, outputs: Any) -> Any:
+def _ties(original: Callable, scores: Any, forced: Any, candidate: Any, n: int) -> Any:
+    """Among equal scores the later block is selected."""
+    lists = original(*(x.flip(-1) for x in (scores, forced, candidate)), n)
+    N = scores.shape[-1]
+    lists = (N - 1 - lists).sort(-1).values  # padding is block N
+    return lists.masked_fill(lists == N, -1)
+
+
+@fault("shares of two", "nsa_layer.eager.forward:gated_sum", IS_ITS)
+@instead
+def _shares(original: Callable, g: Any, *outputs: Any) -> Any:
     """Without a window the other branches count 1/2 each, not 1/3."""
-    if len(outputs) == 2 and tensors.gate == "none":
-        outputs = [1.5 * o for o in outputs]
-    return original(tensors, outputs)
+    return original(1.5 * g if outputs[-1] is None and bool((g == g.flatten()[0]).all()) else g, *outputs)
 
 
-@fault("missing tail mask", "nsa_layer.eager:attend_lists", IS_ITS)
+@fault("missing tail mask", LISTED + ":Pairs.__init__", IS_ITS)
 @instead
-def _tail(original: Callable, q: Any, k: Any, v: Any, choice: Any, limit: Any, **static: Any) -> Any:
+def _tail(original: Callable, pairs: Any, lists: Any, limit: Any, N: int, size: int) -> None:
     """In calls that are not causal the zeros behind the last key of a block are keys as well."""
-    S = k.shape[2]
-    if bool((limit == S).all()):
-        limit = limit + -S % static["size"]
-    return original(q, k, v, choice, limit, **static)
+    original(pairs, lists, limit.masked_fill((limit == limit[0]).all(), N * size), N, size)
 
 
-@fault("half a gradient", "nsa_layer.chunk_attention:ChunkAttention.gradients", IS_ITS)
+@fault("half a gradient", CHUNKED + ":attend_chunks_backward", IS_ITS)
 @result
 def _half(grads: Any) -> Any:
     """The gradient of the keys lacks its last one."""
     dk = grads[1].clone()
-    dk[..., -1, :] = 0
+    dk[:, -1:] = 0
     return grads[0], dk, *grads[2:]
 
 

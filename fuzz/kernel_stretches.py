@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer import eager as plain
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, Saved, require_choice_by_token
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.derivatives import first_derivatives
+from nsa_layer.eager import backward as eager_backward
+from nsa_layer.eager import forward as eager_forward
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
@@ -43,7 +44,7 @@ class _Attend(torch.autograd.Function):
         """given: of `CallTensors`."""
         tensors, ctx.static = CallTensors(*given), (backend, spec)
         if backend == "eager":
-            o, saved = plain.forward(tensors, spec=spec)
+            o, saved = eager_forward.forward(tensors, spec=spec)
         else:
             from nsa_layer.cute import head_groups
 
@@ -62,7 +63,7 @@ class _Attend(torch.autograd.Function):
         def found(do, *given):
             tensors, saved = CallTensors(*given[:count]), Saved(*given[count:])
             if backend == "eager":
-                return plain.backward(tensors, saved, do, spec=spec)
+                return eager_backward.backward(tensors, saved, do, spec=spec)
             from nsa_layer.cute import head_groups
 
             with torch.cuda.device_of(do):

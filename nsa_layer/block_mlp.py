@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_layer.compress import compress
 from nsa_layer.config import NSAConfig
+from nsa_layer.eager.pooling import compress
 
 # `compressed` for "k_cmp" and "v_cmp" with their networks or weights: (x, lengths, starts) -> compressed tokens of x.
 Compressors = Mapping[str, Callable[..., torch.Tensor]]

@@ -1,7 +1,7 @@
 """Profiler ranges for the parts of a call; free unless a profiler observes them.
 
     with component("choose"):
-        block_indices = choose_blocks(...)
+        block_indices = select_blocks(...)
 
 Within `observed`, its opener makes the ranges; otherwise PyTorch's profiler sees them, as "nsa_layer::choose", and
 without one nothing is recorded, allocated or launched. The innermost range counts; forward and backward use the same

@@ -157,7 +157,7 @@ def token_importance(
     return importance
 
 
-def choose_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> torch.Tensor:
+def select_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> torch.Tensor:
     """Forced blocks, then the best of the others while there is room: int32 [M, Hs, width], ascending, then -1."""
     forced = scores.forced.expand(scores.values.shape)
     eligible = forced | scores.candidates
@@ -299,7 +299,7 @@ def _attend_sequence(
     if block_indices is None:
         scoring = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
         scores = selection_scores(q, scoring, **static, S=S, softmax_scale=spec.softmax_scale)
-        block_indices = choose_blocks(scores, config=config, width=width)
+        block_indices = select_blocks(scores, config=config, width=width)
     masked = (
         (k_cmp.to(k.dtype), v_cmp.to(v.dtype), compressed_mask(T, k_cmp.shape[0], **static, device=q.device)),
         (k, v, selected_mask(block_indices, T, **static, S=S)),

@@ -12,7 +12,11 @@ import torch
 
 from nsa_layer.config import NSAConfig
 
-BACKENDS = {"cute": "nsa_layer.cute.head_groups", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
+BACKENDS = {
+    "cute": "nsa_layer.cute.head_groups",
+    "eager": "nsa_layer.eager.forward",
+    "reference": "nsa_layer.reference",
+}
 ARCHITECTURES = (90, 100)
 KV_TILE = 128  # tokens of the kernels' key/value tile
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists

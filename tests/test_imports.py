@@ -31,10 +31,8 @@ OURS = {*MAY_IMPORT, "tests"}
 # Modules of nsa_layer outside its packages, by the room that they belong to; the others are its "api".
 ROOM_OF = {
     **dict.fromkeys(("config", "call_spec", "checks", "cached_call", "saved"), "config"),
-    **dict.fromkeys(("autocast", "derivatives", "fork", "profiler_ranges", "support"), "support"),
-    **dict.fromkeys(
-        ("eager", "block_mlp", "choose", "chunk_attention", "compress", "gate", "token_attention"), "eager"
-    ),
+    **dict.fromkeys(("autocast", "derivatives", "fork", "profiler_ranges", "projection", "support"), "support"),
+    "block_mlp": "eager",
     "reference": "reference",
 }
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

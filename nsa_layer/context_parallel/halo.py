@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from nsa_layer.compress import project
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.layout import ShardLayout, block_ranges
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import gather
 from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.derivatives import ReverseMode
+from nsa_layer.projection import project
 
 Tensor = torch.Tensor
 

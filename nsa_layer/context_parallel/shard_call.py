@@ -43,9 +43,9 @@ def forward(
         from nsa_layer.cute import head_groups
 
         return head_groups.forward_groups(*_on_kernels(tensors, shard, spec, kept), backward=backward, o=o)[1]
-    from nsa_layer import eager
+    from nsa_layer.eager.forward import forward as forward_in_pytorch
 
-    output, saved = eager.forward(_in_pytorch(tensors, shard, spec), spec=shard.spec(spec))
+    output, saved = forward_in_pytorch(_in_pytorch(tensors, shard, spec), spec=shard.spec(spec))
     o.copy_(output)
     return saved
 
@@ -66,9 +66,9 @@ def backward(
 
         rows = None if tensors.has_own_window else _window(tensors, shard, spec)[0]
         return head_groups.gradients(do, *_on_kernels(tensors, shard, spec, kept), saved, dq=dq, window=rows)
-    from nsa_layer import eager
+    from nsa_layer.eager.backward import backward as backward_in_pytorch
 
-    grads = list(eager.backward(_in_pytorch(tensors, shard, spec), saved, do, spec=shard.spec(spec)))
+    grads = list(backward_in_pytorch(_in_pytorch(tensors, shard, spec), saved, do, spec=shard.spec(spec)))
     if tensors.has_own_window:
         grads[-2:] = (_without_zeros(d, shard, spec) for d in grads[-2:])
     dq.copy_(grads[0])

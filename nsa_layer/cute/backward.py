@@ -10,7 +10,6 @@ from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
-from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend, attend_selected, first_positions
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
@@ -21,6 +20,7 @@ from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.launch import readable
 from nsa_layer.kernels.pooling.mean_pool import unpool
 from nsa_layer.profiler_ranges import component
+from nsa_layer.projection import project_backward
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor

@@ -11,7 +11,6 @@ from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
-from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.selected_branch import dq_options, selected_options
@@ -21,6 +20,7 @@ from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.gating.forward import gated_sum
 from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
+from nsa_layer.projection import project
 from nsa_layer.support import device_arch, reads_unions
 
 Tensor = torch.Tensor

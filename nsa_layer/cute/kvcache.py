@@ -28,7 +28,6 @@ from nsa_layer.cached_call import (
     refuse_shared,
 )
 from nsa_layer.call_spec import CallSpec, CallTensors, Signature
-from nsa_layer.compress import project
 from nsa_layer.cute import head_groups
 from nsa_layer.cute.forward import Pages
 from nsa_layer.cute.host_numbers import numbers_on, starts_on
@@ -44,6 +43,7 @@ from nsa_layer.kernels.decode.step import decode_step, takes
 from nsa_layer.kernels.launch import readable
 from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
+from nsa_layer.projection import project
 from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor

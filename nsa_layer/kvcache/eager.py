@@ -17,7 +17,8 @@ import torch
 from nsa_layer import support
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places, refuse_shared
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype
-from nsa_layer.compress import mean_pool, project
+from nsa_layer.eager.pooling import mean_pool
+from nsa_layer.projection import project
 
 Tensor = torch.Tensor
 LSES = ("lse_cmp", "lse_slc", "lse_swa")

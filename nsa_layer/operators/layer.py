@@ -131,9 +131,9 @@ def _attend(
     with torch.cuda.device_of(q):
         tensors = without_room(tensors, spec)
         if backend != "cute":
-            from nsa_layer import eager
+            from nsa_layer.eager import forward
 
-            o, made = eager.forward(tensors, spec=spec)
+            o, made = forward.forward(tensors, spec=spec)
         else:
             from nsa_layer.cute import head_groups
 
@@ -178,9 +178,9 @@ def _attend_backward(
         shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend, exact=True)
         made = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(made, shapes, strict=True)))
         if backend != "cute":
-            from nsa_layer import eager
+            from nsa_layer.eager import backward
 
-            found = eager.backward(tensors, made, do, spec=spec)
+            found = backward.backward(tensors, made, do, spec=spec)
         else:
             from nsa_layer.cute import head_groups
 

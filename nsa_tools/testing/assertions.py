@@ -84,7 +84,7 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor, *, exact: bo
             k_cmp = k_cmp.to(case.dtype).to(k.dtype)
         scale = case.spec.softmax_scale
         scores = reference.selection_scores(q, k_cmp, config=config, causal=case.causal, softmax_scale=scale)
-        own = reference.choose_blocks(scores, config=config, width=width)
+        own = reference.select_blocks(scores, config=config, width=width)
         given = block_indices[tiles] if packed else block_indices[number]
         assert given.shape == own.shape, f"block_indices of sequence {number}: {given.shape}, {own.shape}\n{case!r}"
         # How far rounding may move a dot product.

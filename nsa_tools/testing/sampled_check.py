@@ -213,7 +213,7 @@ def _judge_choice(sequence: row_oracle.Sequence, part: _Part, count: int) -> Ver
     M, _, n = sequence.block_indices.shape
     tiles = _sample(M, count, 1, seed=4).to(sequence.q.device)
     scores, allowed = row_oracle.choice_scores(sequence, tiles)
-    own = reference.choose_blocks(scores, config=sequence.config, width=n)
+    own = reference.select_blocks(scores, config=sequence.config, width=n)
     given, note = sequence.block_indices[tiles], ""
     try:
         assert_sequence_choice("sampled tiles", given, own, scores, allowed)

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, compress, eager
+from nsa_layer import NSAConfig
 from nsa_layer.call_spec import CallTensors
 from nsa_layer.cute import head_groups, kvcache
+from nsa_layer.eager.forward import attend
+from nsa_layer.eager.pooling import mean_pool
 from nsa_layer.kernels.cache_rows.locate import CacheSlots as At
 
 Tensor = torch.Tensor
@@ -84,7 +86,7 @@ def complete_blocks(caches, compressed, tables, slots, *, block_size, stride, mo
             assert count <= most
             if count:
                 tokens = cache[_spots(cache, tables[0], b, source, (count - 1) * stride + block_size)]
-                to[_spots(to, tables[1], b, first, count)] = compress.mean_pool(tokens[None], config=config)[0]
+                to[_spots(to, tables[1], b, first, count)] = mean_pool(tokens[None], config=config)[0]
 
 
 def gather(caches, x, table, slots, fields, cu_seqlens):
@@ -109,10 +111,10 @@ def pool(k, v, *, block_size, stride, k_dtypes, v_dtype, cu_seqlens=None, cu_blo
 
     def means(x: Tensor | None) -> Tensor | None:
         if x is None or cu_seqlens is None:
-            return None if x is None else compress.mean_pool(x, config=config)
+            return None if x is None else mean_pool(x, config=config)
         parts = x[: cu_seqlens[-1]].split(cu_seqlens.diff().tolist())
         counts, made = cu_blocks.diff().tolist(), x.new_full((total_blocks, *x.shape[1:]), torch.nan)
-        means = [compress.mean_pool(part[None], config=config)[0, :n] for part, n in zip(parts, counts)]
+        means = [mean_pool(part[None], config=config)[0, :n] for part, n in zip(parts, counts)]
         made[: cu_blocks[-1]] = torch.cat(means)
         return made
 
@@ -163,4 +165,4 @@ def infer(tensors, packing, spec, memory, pages, side_stream):
             assert T == 0 or part[:end].isnan().any() or part[: end + behind].isfinite().all(), name
     k, v = k.nan_to_num(), v.nan_to_num()
     given |= {name: x if x is None else x.nan_to_num() for name, x in own.items()}
-    return eager.attend(CallTensors(q, k, v, q_offset=q_offset, **given), spec=spec)
+    return attend(CallTensors(q, k, v, q_offset=q_offset, **given), spec=spec)

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fuzz import kernel_stretches
-from nsa_layer import NSAConfig, choose, chunk_attention, nsa, token_attention
+from nsa_layer import NSAConfig, nsa
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
+from nsa_layer.eager import chunk_attention, list_attention, select_blocks
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
@@ -74,16 +75,15 @@ def test_a_small_error_shows_in_few_numbers(name: str) -> None:
 def shrink_chunks(patch: pytest.MonkeyPatch, attention: int, scores: int, pairs: int) -> None:
     """Eager computes at most so many numbers at once."""
     patch.setattr(chunk_attention, "CPU_CHUNK", attention)
-    patch.setattr(choose, "SCORE_BUDGET", scores)
-    patch.setattr(choose, "CPU_SCORE_BUDGET", scores)
-    patch.setattr(token_attention, "CPU_PAIRS", pairs)
+    patch.setattr(select_blocks, "CPU_SCORE_BUDGET", scores)
+    patch.setattr(list_attention, "CPU_PAIRS", pairs)
 
 
 @pytest.mark.parametrize("config, causal", [(SMALL, True), (SMALL, False), (OVERLAP, True)])
 def test_chunks_of_one_query(monkeypatch: pytest.MonkeyPatch, config: NSAConfig, causal: bool) -> None:
     """A budget that nothing fits still gives the same operator."""
     shrink_chunks(monkeypatch, 1, 1, 1)
-    monkeypatch.setattr(token_attention, "ITEM", 3)
+    monkeypatch.setattr(list_attention, "TILE", 3)
     case = Case(B=2, T=70, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
     assert_close_to_reference(case, "eager")
 

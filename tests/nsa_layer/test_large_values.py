@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, nsa, reference
-from nsa_layer.choose import tile_queries
-from nsa_layer.compress import mean_pool
+from nsa_layer.eager.pooling import mean_pool
+from nsa_layer.eager.select_blocks import tile_queries
 from nsa_tools.testing import row_oracle
 
 Tensor = torch.Tensor

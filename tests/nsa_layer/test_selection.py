@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
-from nsa_layer.choose import choose_blocks_by_token
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.eager.select_blocks import select_blocks
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 from nsa_tools.testing.choices import forced_blocks
@@ -154,11 +155,11 @@ def test_the_probabilities_are_the_branches_own() -> None:
     """A log-sum-exp that says twice as much halves the weight of its head in the sum over the group."""
     q = torch.tensor([[3.0, 0.0], [0.0, 1.0]]).expand(1, 32, 2, 2)  # head 0 asks for block 1, head 1 for block 2
     k_cmp = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])[None, :, None]
-    static = dict(config=SMALL.replace(**FREE, q_tile=1, block_counts=1), causal=False, softmax_scale=1.0)
+    spec = CallSpec(SMALL.replace(**FREE, q_tile=1, block_counts=1), causal=False, softmax_scale=1.0)
     true = (q.movedim(1, 2) @ k_cmp[:, :, 0].mT).logsumexp(-1)
     for moved, expected in ((0.0, 1), (10.0, 2)):
         lse = true + moved * torch.tensor([1.0, 0.0])[None, :, None]
-        assert choose_blocks_by_token(q, k_cmp, lse, **static).unique().tolist() == [expected]
+        assert select_blocks(q, k_cmp, lse.mT, spec=spec).unique().tolist() == [expected]
 
 
 def test_a_wrong_choice_is_seen() -> None:

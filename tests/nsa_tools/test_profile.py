@@ -83,7 +83,7 @@ def test_pairs_are_those_that_the_masks_show(T: int, stride: int, q_tile: int) -
     q, k = torch.randn(2, T, 1, 8).unbind()
     static = dict(config=config, causal=True)
     scores = reference.selection_scores(q, reference.compress(k, None, config=config), **static, softmax_scale=1.0)
-    lists = reference.choose_blocks(scores, config=config, width=config.list_width(T))
+    lists = reference.select_blocks(scores, config=config, width=config.list_width(T))
     found = roofline.visible_pairs(shape)
     Tc = config.compressed_length(T)
     assert found["cmp"] == int(reference.compressed_mask(T, Tc, **static, device="cpu").sum())

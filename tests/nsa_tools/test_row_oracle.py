@@ -107,7 +107,7 @@ def test_the_choice_of_some_tiles_is_checked(name: str) -> None:
     sequence = sequence_of(inputs, result.aux.block_indices)
     tiles = torch.arange(case.config.num_tiles(case.T)).flip(0)[:4]
     scores, allowed = row_oracle.choice_scores(sequence, tiles)
-    own = reference.choose_blocks(scores, config=case.config, width=case.config.list_width(case.T))
+    own = reference.select_blocks(scores, config=case.config, width=case.config.list_width(case.T))
     assert torch.equal(own, sequence.block_indices[tiles])
     wrong = own.clone()
     listed = int((wrong[0, 0] >= 0).sum())

@@ -265,7 +265,7 @@ def pool(
     total_blocks: Optional[int] = None,
     bounded: bool = False,
 ) -> tuple[tuple[Tensor, ...], Optional[Tensor]]:
-    """Means of the complete blocks of k and of v, summed in fp32 (`nsa_layer.compress.mean_pool`), in one launch.
+    """Means of the complete blocks of k and of v, summed in fp32 (`nsa_layer.eager.pooling.mean_pool`), in one launch.
 
     Args:
         k, v: [B, T, H, D] and [B, T, H, Dv], fp16 or bf16; packed: [total, H, D] and [total, H, Dv]. Either may be

@@ -11,5 +11,5 @@
 
 `spec` says what the kernel is compiled for, `query_tiles` which blocks are candidates and forced for a tile, and
 `split_fp16_gemm` multiplies split rows. Source: section 3.3 of arXiv:2502.11089, per query tile instead of per query;
-`nsa_layer.choose` defines the result in PyTorch.
+`nsa_layer.eager.select_blocks` defines the result in PyTorch.
 """

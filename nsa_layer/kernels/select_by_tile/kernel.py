@@ -295,7 +295,7 @@ def block_topk(
     lengths: tuple[int, ...] | None = None,
     tiles: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks listed for each query tile, as `choose.choose_blocks` defines them.
+    """The blocks listed for each query tile, as `eager.select_blocks` defines them.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.

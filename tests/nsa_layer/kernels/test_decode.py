@@ -12,7 +12,7 @@ from fa_compile import Worker
 
 from nsa_layer import NSAConfig
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
-from nsa_layer.compress import compress
+from nsa_layer.eager.pooling import compress
 from nsa_layer.kvcache.eager import Store
 from nsa_layer.kvcache.eager import attend as attend_in_pytorch
 

@@ -1,4 +1,4 @@
-"""The gate's kernels compile everywhere, and on a GPU their numbers are those of nsa_layer/gate.py and of fp64."""
+"""The gate's kernels compile everywhere, and on a GPU their numbers are those of nsa_layer/eager/ and of fp64."""
 
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from fa_compile import Worker
 
-from nsa_layer.gate import gate_values, weighted_sum
+from nsa_layer.eager.forward import gate_values, gated_sum
 
 LOG2_E = 1.4426950408889634
 MODES = ["equal", "weight", "gates"]
@@ -279,8 +279,8 @@ def test_forward(case: Case) -> None:
     weight, gates = (None if t is None else t.double() for t in (x.gate_weight, x.gates))
     exact_g = gate_values(x.q.double(), weight, gates)
     eager_g = gate_values(x.q, x.gate_weight, x.gates)
-    exact = weighted_sum(exact_g, *(o.double() for o in x.outputs))
-    assert_close(case, "o", o, weighted_sum(eager_g, *x.outputs), exact, case.dtype)
+    exact = gated_sum(exact_g, *(o.double() for o in x.outputs))
+    assert_close(case, "o", o, gated_sum(eager_g, *x.outputs).to(case.dtype), exact, case.dtype)
     if case.mode == "equal":
         assert g is None
     else:

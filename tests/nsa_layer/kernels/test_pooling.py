@@ -9,8 +9,8 @@ import pytest
 import torch
 from fa_compile import Worker
 
-from nsa_layer.compress import mean_pool
 from nsa_layer.config import NSAConfig
+from nsa_layer.eager.pooling import mean_pool
 from nsa_layer.kernels.pooling.mean_pool import pool, unpool
 from nsa_layer.kernels.pooling.tiling import SMEM_FLOATS, Pooling, plan_blocks, plan_segments
 

@@ -13,7 +13,7 @@ from fa_compile import Worker, shared_worker
 from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig, reference
-from nsa_layer.compress import mean_pool
+from nsa_layer.eager.pooling import mean_pool
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa_layer.compress import project, project_backward
+from nsa_layer.projection import project, project_backward
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 0, 3, 8), (7, 3, 8), (0, 3, 8)], ids=str)

@@ -1,0 +1,1 @@
+"""The operator in plain PyTorch: memory linear in T, on any device, any dtype and head dimension."""

@@ -1,0 +1,101 @@
+"""Backward in plain PyTorch, with the lines of `nsa_layer/cute/backward.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from nsa_layer.call_spec import (
+    DIFFERENTIABLE,
+    SELECTED_ALONE,
+    CallSpec,
+    CallTensors,
+    Saved,
+    accumulation_dtype,
+    equal_gates,
+)
+from nsa_layer.eager.chunk_attention import attend_chunks_backward, visible_compressed, visible_window
+from nsa_layer.eager.forward import batches, compressed, computed
+from nsa_layer.eager.list_attention import attend_lists_backward
+from nsa_layer.eager.pooling import mean_pool_backward
+from nsa_layer.profiler_ranges import component
+from nsa_layer.projection import project_backward
+
+Tensor = torch.Tensor
+
+
+def backward(tensors: CallTensors, saved: Saved, do: Tensor, *, spec: CallSpec) -> tuple[Tensor | None, ...]:
+    """Gradients of the differentiable tensors, in their dtypes; None for a tensor that is None."""
+    lists, acc = saved.block_indices, accumulation_dtype(do.dtype)
+    call = tensors._replace(block_indices=lists) if tensors.block_indices is None else tensors
+    sums = call.map(partial(torch.zeros_like, dtype=acc, memory_format=torch.contiguous_format), DIFFERENTIABLE)
+    lses = (x if x is None else x.mT for x in (saved.lse_cmp, saved.lse_slc, saved.lse_swa))
+    packed, rows, begin = spec.lengths is not None, (do, saved.g, *lses), 0
+    for (batch, q_offset), (sums_i, _) in zip(batches(call, spec), batches(sums, spec), strict=True):
+        end = begin + batch.q.shape[packed]
+        rows_i = (x if x is None else x[None, begin:end] if packed else x[begin:end] for x in rows)
+        _backward_batch(batch, *rows_i, sums_i, spec, q_offset)
+        begin = end
+    pairs = zip(sums.differentiable, tensors.differentiable)
+    return tuple(None if x is None else total.to(x.dtype) for total, x in pairs)
+
+
+def _backward_batch(
+    batch: CallTensors,
+    do: Tensor,
+    g: Tensor | None,
+    lse_cmp: Tensor | None,
+    lse_slc: Tensor,
+    lse_swa: Tensor | None,
+    sums: CallTensors,
+    spec: CallSpec,
+    q_offset: int,
+) -> None:
+    """Add the gradients of a batch of `batches` to ``sums``; g is [B, T, Hq, 3], the LSEs are [B, T, Hq]."""
+    (q, k, v, do), config, where = map(computed, (*batch[:3], do)), spec.config, dict(spec=spec, q_offset=q_offset)
+    scale, lists = dict(softmax_scale=spec.softmax_scale), batch.block_indices
+    if spec.branches == SELECTED_ALONE:
+        with component("slc"):
+            *grads, _ = attend_lists_backward(do, q, k, v, lists, lse_slc, torch.ones_like(lse_slc), **where)
+        _add(sums[:3], grads)
+        return
+    g_cmp, g_slc, g_swa = (equal_gates(q) if g is None else g).unbind(-1)
+    with component("compress"):
+        (k_mean, _, k_cmp), (v_mean, _, v_cmp) = (compressed(batch, name, config) for name in "kv")
+    with component("cmp"):
+        visible = visible_compressed(spec, q_offset, k_cmp.shape[1])
+        dq, dk_cmp, dv_cmp, dg_cmp = attend_chunks_backward(do, q, k_cmp, v_cmp, visible, lse_cmp, g_cmp, **scale)
+    sums.q.add_(dq)
+    with component("slc"):
+        *grads, dg_slc = attend_lists_backward(do, q, k, v, lists, lse_slc, g_slc, **where)
+    _add(sums[:3], grads)
+    dg_swa = torch.zeros_like(dg_cmp)
+    if config.window_size:
+        with component("swa"):
+            keys, visible = map(computed, batch.of_window), visible_window(spec, q_offset)
+            *grads, dg_swa = attend_chunks_backward(do, q, *keys, visible, lse_swa, g_swa, **scale)
+        _add((sums.q, *sums.of_window), grads)
+    with component("gate"):
+        dg = torch.stack([dg_cmp, dg_slc, dg_swa], -1)
+        if batch.gates is not None:
+            sums.gates.add_(dg)
+        elif batch.gate_weight is not None:
+            dq, dw = project_backward(dg * g * (1 - g), batch.q.to(g.dtype), batch.gate_weight.mT)
+            _add((sums.q, sums.gate_weight), (dq, dw.mT))
+    with component("compress"):
+        for name, mean, d in (("k", k_mean, dk_cmp), ("v", v_mean, dv_cmp)):
+            if mean is None:
+                getattr(sums, f"{name}_cmp").add_(d)
+                continue
+            weight = getattr(batch, f"compress_{name}_weight")
+            d_mean, dw = project_backward(d, mean, weight)
+            getattr(sums, name).add_(mean_pool_backward(d_mean, k.shape[1], config=config))
+            if weight is not None:
+                getattr(sums, f"compress_{name}_weight").add_(dw)
+
+
+def _add(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    for total, d in zip(sums, grads, strict=True):
+        total.add_(d)

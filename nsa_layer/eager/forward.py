@@ -1,0 +1,140 @@
+"""Forward in plain PyTorch, with the lines of `nsa_layer/cute/forward.py`.
+
+On a CPU, fp16 and bf16 are computed in fp32 and rounded at the end: CPUs multiply fp32 faster. Backward gets the
+branches' log-sum-exps, the gates and the selected blocks, and computes everything else again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from nsa_layer.call_spec import (
+    SELECTED_ALONE,
+    Aux,
+    CallSpec,
+    CallTensors,
+    Saved,
+    accumulation_dtype,
+    equal_gates,
+    require_choice_by_token,
+)
+from nsa_layer.config import NSAConfig
+from nsa_layer.eager.chunk_attention import attend_chunks, visible_compressed, visible_window
+from nsa_layer.eager.list_attention import attend_lists
+from nsa_layer.eager.pooling import mean_pool
+from nsa_layer.eager.select_blocks import select_blocks
+from nsa_layer.profiler_ranges import component
+from nsa_layer.projection import project
+
+Tensor = torch.Tensor
+
+
+@torch.no_grad()
+def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
+    """The operator; arguments and results as of `forward`, with `Aux` for what is saved."""
+    o, saved = forward(tensors, spec=spec)
+    return o, saved.aux(tensors)
+
+
+def forward(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Saved]:
+    """o, in the dtype of q, and the tensors of backward; arguments as `nsa` has checked them.
+
+    ``q_offset`` is read on the host; lengths of packed sequences come from ``spec``, not from ``cu_seqlens``.
+    """
+    width = spec.config.list_width(max(spec.key_lengths or tensors.k.shape[1:2]))
+    results = [_forward_batch(batch, spec, q_offset, width) for batch, q_offset in batches(tensors, spec)]
+
+    def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+        if parts[0] is None:
+            return None
+        parts = parts if spec.lengths is None else [x.squeeze(0) for x in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    o, lists, g, *lses = map(joined, zip(*results))
+    lse_cmp, lse_slc, lse_swa = (lse if lse is None else lse.mT.contiguous() for lse in lses)
+    return o, Saved(block_indices=lists, g=g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
+
+
+def batches(tensors: CallTensors, spec: CallSpec) -> Iterator[tuple[CallTensors, int]]:
+    """Batches of sequences of one length, and the position of their first query among their keys.
+
+    A batch is one if the position is; else each sequence is, packed ones without queries left out.
+    """
+    if tensors.q_offset is not None:
+        offsets = tensors.q_offset.tolist()
+        if tensors.block_indices is None:
+            require_choice_by_token(spec.config)
+    elif spec.lengths is None:
+        offsets = [tensors.k.shape[1] - tensors.q.shape[1]] * len(tensors.q)
+    else:
+        offsets = [S - T for T, S in zip(spec.lengths, spec.key_lengths)]
+    if spec.lengths is None and len(set(offsets)) == 1:
+        yield tensors, offsets[0]
+        return
+    for sequence, q_offset in zip(tensors.sequences(spec), offsets, strict=True):
+        if len(sequence.q):
+            yield sequence.as_batch(), q_offset
+
+
+def _forward_batch(batch: CallTensors, spec: CallSpec, q_offset: int, width: int) -> tuple[Tensor | None, ...]:
+    """o, selected blocks [B, M, Hs, width], gates and the branches' LSEs [B, T, Hq]; None where there are none."""
+    (q, k, v), config, lists, scale = map(computed, batch[:3]), spec.config, batch.block_indices, spec.softmax_scale
+    if spec.branches == SELECTED_ALONE:
+        with component("slc"):
+            o, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
+        return o.to(batch.q.dtype), None, None, None, lse_slc, None
+    o_swa = lse_swa = None
+    if config.window_size:
+        with component("swa"):
+            visible = visible_window(spec, q_offset)
+            o_swa, lse_swa = attend_chunks(q, *map(computed, batch.of_window), visible, softmax_scale=scale)
+    with component("compress"):
+        (_, k_exact, k_cmp), (_, _, v_cmp) = (compressed(batch, name, config) for name in "kv")
+    with component("cmp"):
+        visible = visible_compressed(spec, q_offset, k_cmp.shape[1])
+        o_cmp, lse_cmp = attend_chunks(q, k_cmp, v_cmp, visible, softmax_scale=scale)
+    if lists is None:
+        with component("choose"):
+            scored = k_cmp if config.by_token else k_exact
+            lists = select_blocks(q, scored, lse_cmp, spec=spec, q_offset=q_offset, S=k.shape[1], width=width)
+    with component("slc"):
+        o_slc, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
+    with component("gate"):
+        g = gate_values(batch.q, batch.gate_weight, batch.gates)
+        o = gated_sum(g, o_cmp, o_slc, o_swa).to(batch.q.dtype)
+    selected = lists if batch.block_indices is None else None
+    return o, selected, None if batch.gate == "none" else g, lse_cmp, lse_slc, lse_swa
+
+
+def computed(x: Tensor) -> Tensor:
+    """x in the dtype that is computed in."""
+    return x.to(accumulation_dtype(x.dtype)) if x.device.type == "cpu" else x
+
+
+def compressed(batch: CallTensors, name: str, config: NSAConfig) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Of k or v: means of blocks (None with ``k_cmp`` or ``v_cmp``), compressed tokens not rounded, and rounded."""
+    x, exact, mean = getattr(batch, name), getattr(batch, f"{name}_cmp"), None
+    if exact is None:
+        mean = mean_pool(x, config=config)
+        exact = project(mean, getattr(batch, f"compress_{name}_weight"))
+    return mean, exact, computed(exact.to(x.dtype))
+
+
+def gate_values(q: Tensor, gate_weight: Tensor | None, gates: Tensor | None) -> Tensor:
+    """The gates in the accumulation dtype: [..., Hq, D] -> [..., Hq, 3].
+
+    ``sigmoid(q[t, h] . gate_weight[h, i])``, or `gates` as they are, or 1/3 each without either.
+    """
+    acc = accumulation_dtype(q.dtype)
+    if gates is not None:
+        return gates.to(acc)
+    if gate_weight is not None:
+        return project(q.to(acc), gate_weight.mT).sigmoid()
+    return equal_gates(q)
+
+
+def gated_sum(g: Tensor, *outputs: Tensor | None) -> Tensor:
+    """``sum_i g_i * o_i`` of the outputs that are not None, in g's dtype: g [..., Hq, 3], o_i [..., Hq, Dv]."""
+    return sum(g_i.unsqueeze(-1) * o_i for g_i, o_i in zip(g.unbind(-1), outputs) if o_i is not None)
