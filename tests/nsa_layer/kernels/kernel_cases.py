@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
 
 
 def starts(counts: Iterable[int], device: torch.device | str = "cuda") -> torch.Tensor:
@@ -15,10 +17,15 @@ def starts(counts: Iterable[int], device: torch.device | str = "cuda") -> torch.
     return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32, device="cpu").to(device)
 
 
-def faked(record: Any) -> Any:
-    """A dataclass in a worker, where tensors are fake, with empty ones on a GPU in place of its own."""
-    tensors = {name: x for name, x in vars(record).items() if isinstance(x, torch.Tensor)}
-    return replace(record, **{n: torch.empty(x.shape, dtype=x.dtype, device="cuda") for n, x in tensors.items()})
+def faked(make: Callable[[], Any]) -> Any:
+    """In a worker, where tensors are fake: the dataclass that is made, with empty tensors on a GPU."""
+    with unset_fake_temporarily():
+        record = make()
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device="cuda")
+
+    return replace(record, **{name: tree_map_only(torch.Tensor, fake, x) for name, x in vars(record).items()})
 
 
 def poison(device: torch.device) -> None:

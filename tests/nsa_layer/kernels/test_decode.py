@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fa_compile import Worker
+from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
@@ -107,8 +109,7 @@ class Case:
         if self.given:
             made |= {name: join(parts[name]) for name in COMPRESSED_CACHES}
         if self.queries:
-            starts = torch.tensor([0, *self.queries]).cumsum(0)
-            made["cu_seqlens_q"] = starts.to(device, torch.int32)
+            made["cu_seqlens_q"] = starts(self.queries, device)
         before = [S - T if self.new else S for S, T in zip(self.lengths, self.T_of)]
         made["cache_seqlens"] = torch.tensor(before, dtype=torch.int32, device=device)
         if self.gate == "weight":
@@ -118,23 +119,20 @@ class Case:
         return CachedCall(**made, **tables, **{f"{name}_cache": x for name, x in places.items()})
 
 
+SHORT, UNFORCED = (1, 40, 1088), dict(init_blocks=0, local_blocks=0)
 CASES = {
     "default": Case(),
     "pages": Case(page=64, projected=True),
     "draft": Case(T=5, G=3, page=128, config=NSAConfig.paper(), gate="given"),
     "narrow": Case(D=64, G=16, T=2, win=("k_win", "v_win"), gate="none", dtype=torch.float16),
     "one head": Case(G=1, Hkv=3, given=True, T=8, config=SMALL, lengths=(9, 129, 700)),
-    "wide group": Case(
-        G=20, config=DEFAULT.replace(init_blocks=0, local_blocks=0), lengths=(640, 64, 1087), num_splits=7
-    ),
-    "few blocks": Case(
-        config=SMALL.replace(block_counts=2, compress_size=32, compress_stride=8), lengths=(1, 40, 1088)
-    ),
+    "wide group": Case(G=20, config=DEFAULT.replace(**UNFORCED), lengths=(640, 64, 1087), num_splits=7),
+    "few blocks": Case(config=SMALL.replace(block_counts=2, compress_size=32, compress_stride=8), lengths=SHORT),
     "first and local": Case(config=SMALL.replace(init_blocks=2, local_blocks=3, block_counts=8), T=3),
-    "first alone": Case(config=SMALL.replace(init_blocks=3, local_blocks=0), lengths=(1, 40, 1088)),
+    "first alone": Case(config=SMALL.replace(init_blocks=3, local_blocks=0), lengths=SHORT),
     "local alone": Case(config=SMALL.replace(init_blocks=0, local_blocks=3), lengths=(16, 33, 1000), G=20),
-    "too many forced": Case(config=SMALL.replace(init_blocks=4, local_blocks=3), lengths=(1, 40, 1088), T=1),
-    "unforced": Case(config=NSAConfig.paper(init_blocks=0, local_blocks=0), lengths=(1, 63, 1000), G=16),
+    "too many forced": Case(config=SMALL.replace(init_blocks=4, local_blocks=3), lengths=SHORT, T=1),
+    "unforced": Case(config=NSAConfig.paper(**UNFORCED), lengths=(1, 63, 1000), G=16),
     "no window": Case(config=DEFAULT.replace(window_size=0), T=2),
     "packed": Case(queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), page=64, config=SMALL, num_splits=3),
     "there": Case(new=False, T=2, lengths=(128, 2, 1000), win=("v_win",)),
@@ -173,13 +171,9 @@ def eager(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], lis
 
 
 def fake_step(name: str, splits: Splits) -> torch.Size:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
-        call = CASES[name].call("cpu")
     with pytest.MonkeyPatch.context() as patch:
         divide(patch, splits)
-        return decode(faked(call), CASES[name])[0].shape
+        return decode(faked(partial(CASES[name].call, "cpu")), CASES[name])[0].shape
 
 
 def divide(patch: pytest.MonkeyPatch, splits: Splits) -> None:
@@ -194,11 +188,6 @@ def stack(name: str, splits: Splits) -> list[list[int]]:
     from fa_cubin import cubins, frames
 
     return [frames(cubin) for cubin in cubins(lambda: fake_step(name, splits))]
-
-
-def faked(call: CachedCall) -> CachedCall:
-    given = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
-    return replace(call, **{name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for name, x in given.items()})
 
 
 @pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED])

@@ -3,15 +3,15 @@
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from fa_compile import Worker
+from kernel_cases import faked, starts
 
 from nsa_layer.eager.forward import gate_values, gated_sum
 
@@ -41,8 +41,8 @@ class Case:
 @dataclass(frozen=True)
 class Inputs:
     q: torch.Tensor
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    lses: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    outputs: tuple[torch.Tensor | None, ...]
+    lses: tuple[torch.Tensor | None, ...]
     do: torch.Tensor
     gate_weight: torch.Tensor | None
     gates: torch.Tensor | None
@@ -79,9 +79,9 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         weight[0, :, 0] = torch.tensor([-100.0, 0.0, 100.0])
     if case.saturated and case.mode == "gates":
         gates[..., 0, 0] = 0.0
-    cu_seqlens = None
-    if case.lengths is not None:
-        cu_seqlens = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=device)
+    if not case.window:
+        outputs, lses = (*outputs[:2], None), (*lses[:2], None)
+    cu_seqlens = None if case.lengths is None else starts(case.lengths, device)
     return Inputs(q, outputs, lses, do, weight, gates, cu_seqlens)
 
 
@@ -96,16 +96,6 @@ def backward(x: Inputs, g: torch.Tensor | None, tile_m: int) -> Any:
 
     static = dict(gate_weight=x.gate_weight, gates=x.gates, tile_m=tile_m, cu_seqlens=x.cu_seqlens)
     return gated_sum_backward(x.do, *x.outputs, *x.lses, g=g, q=x.q, **static)
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """New tensors are full of NaN."""
-    torch.use_deterministic_algorithms(True)  # with this, torch.empty fills
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -154,80 +144,25 @@ def gate_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of ``g = sigmoid(q . gate_weight)``, of q and of the weight, in their dtypes."""
     d_logit = dg * g * (1 - g)
-    dq, d_weight = (
-        torch.einsum("...hi,hid->...hd", d_logit, gate_weight.to(g.dtype)),
-        d_logit.unsqueeze(-1) * q.unsqueeze(-2),
-    )
+    dq = torch.einsum("...hi,hid->...hd", d_logit, gate_weight.to(g.dtype))
+    d_weight = d_logit.unsqueeze(-1) * q.unsqueeze(-2)
     return dq.to(q.dtype), d_weight.flatten(0, -4).sum(0).to(gate_weight.dtype)
-
-
-def check_backward(case: Case) -> None:
-    x = make_inputs(case)
-    with poisoned():
-        _, g = forward(x)
-        got = backward(x, g, case.tile_m)
-
-    q, do, outputs = x.q.double(), x.do.double(), [o.double() for o in x.outputs]
-    weight = None if x.gate_weight is None else x.gate_weight.double()
-    exact_g = gate_values(q, weight, None if x.gates is None else x.gates.double())
-    delta = torch.stack([(do * o).sum(-1) for o in outputs], -1)
-    eager_g = gate_values(x.q, x.gate_weight, x.gates)
-    wide = x.do.to(eager_g.dtype)
-    eager_dg = torch.stack([(wide * o).sum(-1) for o in x.outputs], -1)
-
-    assert (got.dq is None) == (got.d_weight is None) == (case.mode != "weight")
-    assert (got.d_gates is None) == (got.do_branches is None) == (case.mode != "gates")
-    if case.mode == "weight":
-        eager = gate_gradients(eager_dg, eager_g, x.q, x.gate_weight)
-        exact = gate_gradients(delta, exact_g, q, weight)
-        assert_close(case, "dq", got.dq, eager[0], exact[0], case.dtype)
-        assert_close(case, "d_weight", got.d_weight, eager[1], exact[1], x.gate_weight.dtype)
-    if case.mode == "gates":
-        assert_close(case, "d_gates", got.d_gates, eager_dg.to(x.gates.dtype), delta, x.gates.dtype)
-    for i in range(3):
-        sent, lowered = delta[..., i], exact_g[..., i].log()
-        if case.mode == "gates":
-            do_i = got.do_branches[i]
-            eager_do = (eager_g[..., i : i + 1] * wide).to(case.dtype)
-            assert_close(case, f"do {i}", do_i, eager_do, exact_g[..., i : i + 1] * do, case.dtype)
-            sent, lowered = (do_i.double() * outputs[i]).sum(-1), 0.0
-        sent = in_tiles(case, sent.mT.contiguous(), 0.0)
-        assert_rows(case, f"dpsum {i}", got.dpsum[i], sent)
-        lse = x.lses[i].double()
-        lowered = lowered.mT if isinstance(lowered, torch.Tensor) else lowered
-        lse = torch.where(lse == -torch.inf, 0.0, (lse - lowered) * LOG2_E)
-        assert_rows(case, f"lse_log2 {i}", got.lse_log2[i], in_tiles(case, lse, torch.inf))
 
 
 def trace_all() -> None:
     """In a worker: tensors are fake."""
     for case in TRACED:
-        lead = (case.B, case.T) if case.lengths is None else (case.T,)
-
-        def fake(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
-        row, heads_first = (*lead, case.Hq, case.D), (*lead[:-1], case.Hq, lead[-1])
-        gate_dtype = case.gate_dtype or case.dtype
-        x = Inputs(
-            q=fake(*row),
-            outputs=(fake(*row), fake(*row), fake(*row) if case.window else None),
-            lses=tuple(fake(*heads_first, dtype=torch.float32) if branch else None for branch in (1, 1, case.window)),
-            do=fake(*row),
-            gate_weight=fake(case.Hq, 3, case.D, dtype=gate_dtype) if case.mode == "weight" else None,
-            gates=fake(*lead, case.Hq, 3, dtype=gate_dtype) if case.mode == "gates" else None,
-            cu_seqlens=None if case.lengths is None else fake(len(case.lengths) + 1, dtype=torch.int32),
-        )
+        x = faked(partial(make_inputs, case, "cpu"))
         o, g = forward(x)
-        assert o.shape == row and o.dtype == case.dtype
-        assert (g is None) == (case.mode == "equal") and (g is None or g.shape == (*lead, case.Hq, 3))
+        assert o.shape == x.q.shape and o.dtype == case.dtype
+        assert (g is None) == (case.mode == "equal") and (g is None or g.shape == (*x.q.shape[:-1], 3))
         got = backward(x, g, case.tile_m)
         if not case.window:
             made = (got.dpsum, got.lse_log2, *([got.do_branches] if case.mode == "gates" else []))
             assert all(x[2] is None for x in made)
         for stat in (*got.dpsum[: 2 + case.window], *got.lse_log2[: 2 + case.window]):
             assert stat.dtype == torch.float32 and stat.is_contiguous()
-            assert stat.shape == in_tiles(case, torch.zeros(heads_first), 0.0).shape
+            assert stat.shape == in_tiles(case, torch.zeros(x.lses[0].shape), 0.0).shape
 
 
 TRACED = [
@@ -271,11 +206,11 @@ def every_case() -> list[Case]:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("case", every_case(), ids=str)
 def test_forward(case: Case) -> None:
     x = make_inputs(case)
-    with poisoned():
-        o, g = forward(x)
+    o, g = forward(x)
     weight, gates = (None if t is None else t.double() for t in (x.gate_weight, x.gates))
     exact_g = gate_values(x.q.double(), weight, gates)
     eager_g = gate_values(x.q, x.gate_weight, x.gates)
@@ -288,40 +223,69 @@ def test_forward(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("case", every_case(), ids=str)
 def test_backward(case: Case) -> None:
-    check_backward(case)
+    x = make_inputs(case)
+    _, g = forward(x)
+    got = backward(x, g, case.tile_m)
+    q, do, outputs = x.q.double(), x.do.double(), [o.double() for o in x.outputs]
+    weight = None if x.gate_weight is None else x.gate_weight.double()
+    exact_g = gate_values(q, weight, None if x.gates is None else x.gates.double())
+    delta = torch.stack([(do * o).sum(-1) for o in outputs], -1)
+    eager_g = gate_values(x.q, x.gate_weight, x.gates)
+    wide = x.do.to(eager_g.dtype)
+    eager_dg = torch.stack([(wide * o).sum(-1) for o in x.outputs], -1)
+
+    assert (got.dq is None) == (got.d_weight is None) == (case.mode != "weight")
+    assert (got.d_gates is None) == (got.do_branches is None) == (case.mode != "gates")
+    if case.mode == "weight":
+        eager = gate_gradients(eager_dg, eager_g, x.q, x.gate_weight)
+        exact = gate_gradients(delta, exact_g, q, weight)
+        assert_close(case, "dq", got.dq, eager[0], exact[0], case.dtype)
+        assert_close(case, "d_weight", got.d_weight, eager[1], exact[1], x.gate_weight.dtype)
+    if case.mode == "gates":
+        assert_close(case, "d_gates", got.d_gates, eager_dg.to(x.gates.dtype), delta, x.gates.dtype)
+    for i in range(3):
+        sent, lowered = delta[..., i], exact_g[..., i].log()
+        if case.mode == "gates":
+            do_i = got.do_branches[i]
+            eager_do = (eager_g[..., i : i + 1] * wide).to(case.dtype)
+            assert_close(case, f"do {i}", do_i, eager_do, exact_g[..., i : i + 1] * do, case.dtype)
+            sent, lowered = (do_i.double() * outputs[i]).sum(-1), 0.0
+        sent = in_tiles(case, sent.mT.contiguous(), 0.0)
+        assert_rows(case, f"dpsum {i}", got.dpsum[i], sent)
+        lse = x.lses[i].double()
+        lowered = lowered.mT if isinstance(lowered, torch.Tensor) else lowered
+        lse = torch.where(lse == -torch.inf, 0.0, (lse - lowered) * LOG2_E)
+        assert_rows(case, f"lse_log2 {i}", got.lse_log2[i], in_tiles(case, lse, torch.inf))
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("lengths", [None, (300, 0, 65, 1, 128)], ids=["batch", "packed"])
 def test_rows_are_those_of_attentions_own_preprocess(lengths: tuple[int, ...] | None) -> None:
     """Gates of 1 leave do and lse as they are: every number that the preprocess writes, and where it writes none."""
     from flash_attn.cute.interface import _bwd_preprocess
+    from nsa_layer.kernels.launch import DTYPES
 
     case = Case("gates", lengths=lengths, gate_dtype=torch.float32)
     x = make_inputs(case)
     x.gates.fill_(1.0)
-    with poisoned():
-        got = backward(x, x.gates, case.tile_m)
-        theirs = [[torch.empty_like(got.dpsum[0]) for _ in range(2)] for _ in range(3)]
+    got = backward(x, x.gates, case.tile_m)
+    theirs = [[torch.empty_like(got.dpsum[0]) for _ in range(2)] for _ in range(3)]
     for i, (dpsum, lse_log2) in enumerate(theirs):
         _bwd_preprocess(
             *(x.outputs[i], x.do, dpsum, x.lses[i], lse_log2, None, x.cu_seqlens, None, None),
-            *(_cute_dtype(case.dtype), case.D, case.D, case.tile_m),
+            *(DTYPES[case.dtype], case.D, case.D, case.tile_m),
             fake_mode=False,
         )
         for ours, their in ((got.dpsum[i], dpsum), (got.lse_log2[i], lse_log2)):
             torch.testing.assert_close(ours, their, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def _cute_dtype(dtype: torch.dtype) -> Any:
-    from nsa_layer.kernels.launch import DTYPES
-
-    return DTYPES[dtype]
-
-
 @pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("lengths", [None, (100, 0, 200)])
 @pytest.mark.parametrize("mode", ["equal", "weight", "gates"])
 def test_without_a_window(mode: str, lengths: tuple[int, ...] | None) -> None:
@@ -330,9 +294,8 @@ def test_without_a_window(mode: str, lengths: tuple[int, ...] | None) -> None:
     nothing = torch.zeros_like(x.outputs[2]), torch.full_like(x.lses[2], -torch.inf)
     zeros = replace(x, outputs=(*x.outputs[:2], nothing[0]), lses=(*x.lses[:2], nothing[1]))
     without = replace(x, outputs=(*x.outputs[:2], None), lses=(*x.lses[:2], None))
-    with poisoned():
-        (o, g), (expected, expected_g) = forward(without), forward(zeros)
-        got, want = backward(without, g, 64), backward(zeros, expected_g, 64)
+    (o, g), (expected, expected_g) = forward(without), forward(zeros)
+    got, want = backward(without, g, 64), backward(zeros, expected_g, 64)
     assert o.equal(expected) and (g is None or g.equal(expected_g))
     for name in ("dq", "d_weight", "d_gates"):
         if getattr(want, name) is not None:
