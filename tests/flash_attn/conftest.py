@@ -26,6 +26,15 @@ def compiler_sm100() -> Worker:
 
 
 @pytest.fixture
+def by_warp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Kernels by token compute products warp by warp, as SM100's do."""
+    from flash_attn.cute.multiply import form
+
+    monkeypatch.setattr(form, "FORCED", request.param)
+    return request.param
+
+
+@pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that get as far as the autograd function say so, and do no more."""
     from flash_attn.cute import interface

@@ -32,6 +32,11 @@ def cubins(launch: Callable[[], Any]) -> list[bytes]:
         return [path.read_bytes() for path in sorted(Path(dumps).rglob("*.cubin"))]
 
 
+def stacks(launch: Callable[[], Any]) -> list[list[int]]:
+    """`frames` of each of a call's kernels; in a worker."""
+    return [frames(cubin) for cubin in cubins(launch)]
+
+
 def frames(cubin: bytes) -> list[int]:
     """Bytes of stack of every function, which hold what did not fit its registers: attribute 0x11."""
     found = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fuzz.attention import Inputs
+from fuzz.attention import Inputs, Tensors, options
 from fuzz.attention_lists import forward_lists
 from fuzz.case import Attention as Case
 from fuzz.oracle import reference
@@ -24,21 +24,6 @@ def layout(case: Case, start: int = 64) -> Any:
     heads = (case.Hq,) if case.packed else (case.B, case.Hq)
     tokens = sum(pair[0] for pair in case.packed) if case.packed else case.T_q
     return AccumLayout(heads, tokens, len(case.packed) if case.packed else None, start, case.D, tile)
-
-
-def options(case: Case, x: Inputs) -> dict[str, Any]:
-    from fuzz.mask_mods import MASK_MODS
-
-    given: dict[str, Any] = {
-        "causal": case.causal,
-        "window_size": case.window,
-        "mask_mod": MASK_MODS[case.mask_mod][0] if case.mask_mod else None,
-        "aux_tensors": x.aux,
-    }
-    if x.cu_seqlens is not None:
-        given |= {"cu_seqlens_q": x.cu_seqlens[0], "cu_seqlens_k": x.cu_seqlens[1]}
-        given |= {"max_seqlen_q": max(pair[0] for pair in case.packed)}
-    return given
 
 
 def as_rows(
@@ -66,26 +51,30 @@ def queries(case: Case) -> list[int]:
     return [T_q for T_q, _ in case.packed] or [case.T_q]
 
 
-def row_sums(case: Case, x: Inputs, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """dpsum and lse_log2, exact."""
-    exact, accum = reference(case, x, torch.float64), layout(case, start)
-    shape = (*accum.heads, accum.rows)
-    return as_rows(exact["o"], x.do, exact["lse"], queries(case), shape, start, (torch.nan, torch.nan))
+def row_sums(
+    case: Case, x: Inputs, start: int, exact: Tensors | None = None, fills: tuple[float, float] = (math.nan, math.nan)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dpsum and lse_log2 of the reference, or of other o and lse."""
+    exact, accum = exact or reference(case, x, torch.float64), layout(case, start)
+    return as_rows(exact["o"], x.do, exact["lse"], queries(case), (*accum.heads, accum.rows), start, fills)
 
 
 def call(case: Case, x: Inputs, rows: tuple[torch.Tensor, torch.Tensor], lists: Any = None, **output: Any) -> None:
     """The dq pass over the case's lists, or others."""
     from flash_attn.cute.bwd_dq_sm90.interface import backward_dq
 
-    lists = forward_lists(case) if lists is None else lists
-    backward_dq(x.q, x.k, x.v, x.do, *rows, lists, **options(case, x), **output)
+    lists, given = forward_lists(case) if lists is None else lists, options(case, x)
+    given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
+    given.pop("max_seqlen_k", None)
+    backward_dq(x.q, x.k, x.v, x.do, *rows, lists, **given, **output)
 
 
-def rounded_sums(case: Case, x: Inputs) -> float:
-    """The error of dq from rounding dP and dpsum to fp32.
+def rounded_sums(case: Case, x: Inputs, name: str = "dq") -> float:
+    """The error of dq, or of dk, from rounding dP and dpsum to fp32.
 
     Both sum products of do with v. A row that sees one key has to get 0 for their difference, and gets what rounding
     leaves, while plain PyTorch, which rounds such sums to bf16 alike, may get 0.
     """
     rows, values = (float(t.double().norm(dim=-1).max()) for t in (x.do, x.v))
-    return torch.finfo(torch.float32).eps * rows * values * float(x.k.abs().max()) * case.D**-0.5
+    other = float(x.k.abs().max()) if name == "dq" else case.Hq // case.Hkv * float(x.q.abs().max())
+    return torch.finfo(torch.float32).eps * rows * values * other * case.D**-0.5

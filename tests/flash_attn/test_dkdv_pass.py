@@ -7,79 +7,86 @@ from typing import Any
 import pytest
 import torch
 from fa_compile import Worker, WorkerError, swept
-from fa_cubin import cubins, frames
-from fa_pairs import TokenCase, call, make_inputs, pairs_of, reference, rounded_sums, row_sums
+from fa_cubin import stacks
+from fa_dq import rounded_sums, row_sums
 from fa_reference import assert_close
+from fa_tokens import TOKENS, TokenCase, both_ways, key_pairs, listed_blocks, reference
 
-TOKENS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
+from fuzz.attention import make_inputs
+
 GROUPS = (16, 3, 4, 8, 1, 2)
-CASES = (
-    [TokenCase((T,), GROUPS[i % len(GROUPS)]) for i, T in enumerate(TOKENS)]
-    + [TokenCase((1000, 1000), G, Hkv=2, n=6, cap=100, D=64 if G in (2, 8) else 128) for G in GROUPS]
-    + [
-        TokenCase((700,), 160, n=3),
-        TokenCase((300,), 67, cap=64),
-        TokenCase((900,), 4, causal=False, cap=200),
-        TokenCase((1000,), 16, block=128, cap=150, Hkv=2),
-        TokenCase((1000,), 8, block=192, add=True),
-        TokenCase((1000,), 4, cap=100, add=True, D=64),
-        TokenCase((1000,), 16, dtype="float16"),
-        TokenCase((2000,), 16, n=16),
-        TokenCase((300, 300), 4, past=77, cap=100),
-        TokenCase((1,), 16, past=999, Hkv=2),
-        TokenCase((200,), 8, past=130, causal=False),
-        TokenCase((1000,), 4, Hkv=2, by_head=True, cap=100, past=77),
-        TokenCase((300, 300), 3, by_head=True, D=64, causal=False, dtype="float16"),
-        TokenCase((300, 300), 4, Hkv=2, block=16, n=8, cap=30),
-    ]
-)
-PACKED = [
-    TokenCase((100, 0, 600, 1, 65), 4, packed=True, Hkv=2),
-    TokenCase((100, 129, 600, 1, 64), 16, packed=True, cap=50, start=128),
-    TokenCase((257, 1, 600), 3, packed=True, block=128, add=True, D=64),
-    TokenCase((100, 300), 2, packed=True, causal=False, Hkv=3),
-    TokenCase((100, 1, 300), 2, packed=True, past=100, Hkv=2, block=128),
-    TokenCase((100, 1, 300), 16, packed=True, past=100, by_head=True, add=True),
-    TokenCase((100, 1, 300), 8, packed=True, past=20, block=32, add=True),
+
+
+def of(*lengths: int, G: int, past: int = 0, Hkv: int = 1, **more: Any) -> TokenCase:
+    """Sequences of these lengths, which come after `past` tokens."""
+    return TokenCase(tuple((T, T + past) for T in lengths), G=G, Hkv=Hkv, near=True, **more)
+
+
+CASES = [
+    *(of(T, G=GROUPS[i % len(GROUPS)]) for i, T in enumerate(TOKENS)),
+    *(of(1000, 1000, G=G, Hkv=2, n=6, cap=100, D=64 if G in (2, 8) else 128) for G in GROUPS),
+    of(700, G=160, n=3),
+    of(300, G=67, cap=64),
+    of(900, G=4, causal=False, cap=200),
+    of(1000, G=16, block=128, cap=150, Hkv=2),
+    of(1000, G=8, block=192, add=True),
+    of(1000, G=4, cap=100, add=True, D=64),
+    of(1000, G=16, dtype="float16"),
+    of(2000, G=16, n=16),
+    of(300, 300, G=4, past=77, cap=100),
+    of(1, G=16, past=999, Hkv=2),
+    of(200, G=8, past=130, causal=False),
+    of(1000, G=4, Hkv=2, by_head=True, cap=100, past=77),
+    of(300, 300, G=3, by_head=True, D=64, causal=False, dtype="float16"),
+    of(300, 300, G=4, Hkv=2, block=16, n=8, cap=30),
+    of(100, 0, 600, 1, 65, G=4, form="compact", Hkv=2),
+    of(100, 129, 600, 1, 64, G=16, form="compact", cap=50, start=128),
+    of(257, 1, 600, G=3, form="compact", block=128, add=True, D=64),
+    of(100, 300, G=2, form="compact", causal=False, Hkv=3),
+    of(100, 1, 300, G=3, form="compact", past=100, Hkv=2, block=128, D=64),
+    of(100, 1, 300, G=16, form="compact", past=100, by_head=True, add=True),
+    of(100, 1, 300, G=8, form="compact", past=20, block=32, add=True),
 ]
 
 
-def assert_gradients(case: TokenCase) -> None:
+@pytest.mark.gpu
+@both_ways(CASES)
+def test_gradients(by_warp: bool, case: TokenCase) -> None:
     """dk and dv against dense attention, and the same bits twice."""
-    x = make_inputs(case)
-    exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
-    rows = row_sums(case, exact | {"do": x.do})
+    from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
+
+    x, tables = make_inputs(case.plain), listed_blocks(case)
+    exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, x.q.dtype))
+    rows = row_sums(case.plain, x, case.start, exact)
     before = [torch.randn_like(t) if case.add else torch.full_like(t, torch.nan) for t in (x.k, x.v)]
     found = [[t.clone() for t in before] for _ in range(2)]
+    given: dict[str, Any] = dict(causal=case.causal, add=case.add, start=case.start)
+    if case.form:
+        given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), x.cu_seqlens))
+    if any(T != S for T, S in case.lengths):
+        given["q_offset"] = torch.tensor([S - T for T, S in case.lengths], dtype=torch.int32, device="cuda")
     for dk, dv in found:
-        call(case, x, rows, dk, dv)
+        backward_dkdv(x.q, x.k, x.v, x.do, *rows, key_pairs(case, tables), dk=dk, dv=dv, **given)
     for name, got, again, held in zip(("dk", "dv"), *found, before, strict=True):
-        added = held.double() if case.add else 0.0
-        rounding = rounded_sums(case, x)
+        added, rounding = held.double() if case.add else 0.0, rounded_sums(case.plain, x, "dk")
         assert_close(f"{name} of {case!r}", got, exact[name] + added, (rough[name] + added).to(got.dtype), rounding)
         assert got.equal(again), f"other bits of {name}: {case!r}"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES + PACKED, ids=str)
-def test_gradients(case: TokenCase) -> None:
-    assert_gradients(case)
-
-
 SPILLS = [
-    TokenCase((1000,), 16),
-    TokenCase((1000,), 4, add=True, causal=False),
-    TokenCase((1000,), 3, packed=True, block=128),
-    TokenCase((1000,), 1, D=64),
-    TokenCase((1000,), 160, dtype="float16"),
-    TokenCase((1000,), 4, packed=True, by_head=True),
-    TokenCase((1000,), 4, block=16),
+    of(1000, G=16),
+    of(1000, G=4, add=True, causal=False),
+    of(1000, G=3, form="compact", block=128),
+    of(1000, G=1, D=64),
+    of(1000, G=160, dtype="float16"),
+    of(1000, G=4, form="compact", by_head=True),
+    of(1000, G=4, block=16),
 ]
 
 
 def stack_bytes(case: TokenCase) -> list[int]:
     """The stack frames of a case's kernels, which hold what did not fit their registers; in a worker."""
-    return [size for cubin in cubins(partial(compile_only, case)) for size in frames(cubin)]
+    return sum(stacks(partial(compile_only, case)), [])
 
 
 def compile_only(case: TokenCase) -> None:
@@ -87,26 +94,30 @@ def compile_only(case: TokenCase) -> None:
     from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
     from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 
-    lead = () if case.packed else (1,)
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="cuda")
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
-
-    q, k = (
-        empty(*lead, case.lengths[0], heads, case.D, dtype=getattr(torch, case.dtype))
-        for heads in (case.G * case.Hkv, case.Hkv)
-    )
-    rows = empty(*lead, case.G * case.Hkv, 1024, dtype=torch.float32)
-    cu = empty(2) if case.packed else None
+    x = make_inputs(case.plain)
+    rows = x.q.new_empty(*x.q.shape[:-3], case.G * case.Hkv, 1024, dtype=torch.float32)
+    cu = empty(2) if case.form else None
     pairs = KeyPairs(empty(9), empty(9, 4), empty(17), 1, case.block, cu, case.by_head)
-    backward_dkdv(
-        q, k, k, q, rows, rows, pairs, dk=k, dv=k, causal=case.causal, add=case.add, cu_seqlens_q=cu, cu_seqlens_k=cu
-    )
+    given = dict(causal=case.causal, add=case.add, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    backward_dkdv(x.q, x.k, x.v, x.do, rows, rows, pairs, dk=x.k, dv=x.v, **given)
 
 
 @pytest.mark.parametrize("case", swept(SPILLS), ids=str)
 def test_registers_suffice(case: TokenCase, compiler_sm90: Worker) -> None:
     assert compiler_sm90.run(stack_bytes, case) == [0, 0]
+
+
+SPILLED = 32  # bytes of the stack: a few addresses that are the same in all steps
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("G", [16, 3])
+def test_registers_suffice_by_warp(G: int, compiler_sm100: Worker) -> None:
+    of_keys, of_sums = compiler_sm100.run(stack_bytes, of(1000, G=G))
+    assert of_keys <= SPILLED and of_sums == 0
 
 
 def test_registers_are_there_to_take() -> None:
@@ -123,20 +134,19 @@ def test_registers_are_there_to_take() -> None:
 )
 def test_calls_are_refused_by_name(change: dict[str, Any], said: str, compiler_sm90: Worker) -> None:
     with pytest.raises(WorkerError, match=said) as error:
-        compiler_sm90.trace(compile_only, replace(TokenCase((300,), 4), **change))
+        compiler_sm90.trace(compile_only, replace(of(300, G=4), **change))
     assert error.value.kind == "NotImplementedError"
 
 
 def test_pairs_are_those_of_the_lists() -> None:
     """The tests' own builder: every row has the tokens that list its block, and is dealt out whole."""
-    case = TokenCase((200, 70), 2, Hkv=2, cap=30, packed=True)
-    lists = make_inputs(case, "cpu").lists
-    pairs = pairs_of(case, lists)
-    found = {}
+    case = of(200, 70, G=2, Hkv=2, cap=30, form="compact")
+    tables = listed_blocks(case, "cpu")
+    pairs, found = key_pairs(case, tables), {}
     for row, begin, end, _ in pairs.items[: pairs.row_items[-1]].tolist():
         found.setdefault(row, []).extend(pairs.tokens[begin:end].tolist())
+    assert len(found) == 12
     for row, tokens in found.items():
         head, block = row // 6, row % 6
-        b, block = (0, block) if block < 4 else (1, block - 4)
-        listing = (lists[b][:, head] == block).any(-1) & (torch.arange(len(lists[b])) >= 64 * block)
-        assert tokens == listing.nonzero().flatten().tolist()
+        table = tables[0][head, :, block] if block < 4 else tables[1][head, :, block - 4]
+        assert tokens == table.nonzero().flatten().tolist()

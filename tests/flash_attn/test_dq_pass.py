@@ -1,17 +1,20 @@
 """The dq pass over lists and over unions of tokens' lists: numbers, registers, and what it refuses."""
 
+import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fa_bits import TokenCase, dense, listed_blocks, union_lists
 from fa_compile import Worker, WorkerError, in_order, swept
-from fa_cubin import cubins, frames, serialized
+from fa_cubin import cubins, frames, serialized, stacks
 from fa_dq import HALVES, LENGTHS, LISTS, as_rows, call, layout, queries, rounded_sums, row_sums
 from fa_reference import assert_close, attention
+from fa_tokens import PACK, TOKENS, TokenCase, both_ways, by_length, listed_blocks, reference, union_lists
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fuzz.attention import Inputs, make_inputs
+from fuzz.attention import make_inputs, outputs
 from fuzz.attention_lists import forward_lists, on_gpu
 from fuzz.canary import Guarded
 from fuzz.case import Attention as Case
@@ -165,126 +168,99 @@ def test_ctas_that_stay_and_ctas_that_do_not_agree(monkeypatch: pytest.MonkeyPat
     assert found[0].equal(found[1]) and found[0].isfinite().all()
 
 
-TOKENS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
-PACK = ((0, 0), (1, 1), (129, 129), (500, 700), (63, 63), (64, 200))
-
-
-def call_of(case: TokenCase) -> Case:
-    """The same call without its lists."""
-    (T_q, T_k), *_ = case.lengths
-    return Case(
-        D=case.D, T_q=T_q, T_k=T_k, B=len(case.lengths), Hq=case.G * case.Hkv, Hkv=case.Hkv,
-        packed=case.lengths if case.form else (), causal=case.causal, dtype=str(case.dtype).removeprefix("torch."),
-        seed=case.seed,
-    )  # fmt: skip
-
-
-def reference(case: TokenCase, x: Inputs, tables: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """o, lse and dq of all sequences, laid out as the call's."""
-    found = []
-    for b, table in enumerate(tables):
-        spans = [slice(of[b], of[b + 1]) for of in case.starts]
-        parts = [t[span] if case.form else t[b] for t, span in ((x.q, spans[0]), (x.k, spans[1]), (x.v, spans[1]))]
-        q = parts[0].to(dtype).requires_grad_()
-        o, lse = dense(case, q, *parts[1:], table, dtype)
-        do = (x.do[spans[0]] if case.form else x.do[b]).to(dtype)
-        found.append((o.detach(), lse.detach(), torch.autograd.grad(o, q, do)[0] if len(q) else q.detach()))
-    o, lse, dq = zip(*found, strict=True)
-    return (torch.cat(o), torch.cat(lse, 1), torch.cat(dq)) if case.form else tuple(map(torch.stack, (o, lse, dq)))
-
-
-def assert_dq_of_unions(case: TokenCase, *, start: int = 64, add: bool = False, sums: bool = False) -> None:
+def assert_dq_of_unions(case: TokenCase, sums: bool = False) -> None:
     """dq within twice the error of plain PyTorch in the same dtype, and the same bits twice."""
-    same, tables = call_of(case), listed_blocks(case, "cuda")
+    same, tables = case.plain, listed_blocks(case)
     x, lists = make_inputs(same), union_lists(case, tables)
-    exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, case.dtype))
-    accum, before = layout(same, start), torch.randn_like(x.q) if add else torch.zeros_like(x.q)
-    rows = as_rows(*(exact[0], x.do, exact[1], queries(same), (*accum.heads, accum.rows), start), (torch.nan,) * 2)
-    given: dict[str, Any] = dict(start=start, add=add)
+    exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, x.q.dtype))
+    before = torch.randn_like(x.q) if case.add else torch.zeros_like(x.q)
+    rows, given = row_sums(same, x, case.start, exact), dict(start=case.start, add=case.add)
     if sums:
-        o, lse = exact[0].to(case.dtype), exact[1].float().contiguous()
-        given, expected = given | dict(out=o, lse=lse), as_rows(o, x.do, lse, queries(same), rows[0].shape, start)
+        of = dict(o=exact["o"].to(x.q.dtype), lse=exact["lse"].float().contiguous())
+        expected, known = (row_sums(same, x, case.start, of, fills) for fills in ((0.0, math.inf), (math.nan,) * 2))
+        given |= dict(out=of["o"], lse=of["lse"])
         rows = tuple(torch.full_like(t, torch.nan) for t in rows)
     found = []
     for _ in range(2):
-        found.append(before.clone() if add else torch.full_like(x.q, torch.nan))
+        found.append(before.clone() if case.add else torch.full_like(x.q, torch.nan))
         with Guarded("cuda") as guard:
             call(same, x, rows, lists, dq=found[-1], **given)
             torch.cuda.synchronize()
         guard.check()
-    assert_close(
-        f"dq of {case!r}", found[0], *(of[2] + before for of in (exact, rough)), rounded_sums(same, x), floor=1e-4
-    )
+    dqs = (of["dq"] + before for of in (exact, rough))
+    assert_close(f"dq of {case!r}", found[0], *dqs, rounded_sums(same, x), floor=1e-4)
     assert found[0].equal(found[1]), f"other bits: {case!r}"
-    if sums:
-        for got, want in zip(rows, expected, strict=True):
-            own = torch.isfinite(as_rows(o, x.do, lse, queries(same), want.shape, start, (torch.nan,) * 2)[0])
-            torch.testing.assert_close(got[own], want[own], atol=1e-4, rtol=1e-5)
+    for got, want in zip(rows, expected, strict=True) if sums else ():
+        own = torch.isfinite(known[0])
+        torch.testing.assert_close(got[own], want[own], atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("G", [1, 2, 3, 4, 8, 16, 128])
-def test_gradients_are_of_the_tokens_own_lists(G: int) -> None:
-    for T in TOKENS if G < 100 else TOKENS[:-2]:
-        assert_dq_of_unions(TokenCase(((T, T),), G=G, Hkv=1 if T > 4000 else 2, n=16 if T > 4000 else 4, seed=T))
+@both_ways([TokenCase(G=G) for G in (1, 2, 3, 4, 8, 16, 128)])
+def test_gradients_are_of_the_tokens_own_lists(by_warp: bool, case: TokenCase) -> None:
+    for T in TOKENS[case.G % 3 :: 3] if by_warp else TOKENS if case.G < 100 else TOKENS[:-2]:
+        assert_dq_of_unions(by_length(case.G, T))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case, given",
+@both_ways(
     [
-        (TokenCase(((300, 700),) * 2, D=64, causal=False, dtype=torch.float16), {}),
-        (TokenCase(((1000, 1000),), block=16), dict(add=True)),
-        (TokenCase(((1000, 1000),), G=12, D=96, causal=False), dict(sums=True)),
-        (TokenCase(((500, 500),) * 2), dict(sums=True)),
-        (TokenCase(((500, 500),) * 2, G=3), dict(add=True)),
-        (TokenCase(PACK, G=4, form="padded"), {}),
-        (TokenCase(PACK, G=3, form="compact"), dict(start=128, add=True)),
-        (TokenCase(PACK, G=1, form="stacked", D=64), dict(start=128)),
-        (TokenCase(PACK, G=16, form="ragged", causal=False), dict(sums=True)),
-        (TokenCase(((300, 700),) * 2, G=4, by_head=True), dict(sums=True)),
-        (TokenCase(PACK, G=3, form="compact", D=64, by_head=True), dict(sums=True)),
-    ],
-    ids=str,
+        TokenCase(((300, 700),) * 2, D=64, causal=False, dtype="float16"),
+        TokenCase(((1000, 1000),), block=16, add=True),
+        TokenCase(((500, 500),) * 2, G=3, add=True),
+        TokenCase(PACK, G=4, form="padded"),
+        TokenCase(PACK, G=3, form="compact", start=128, add=True),
+        TokenCase(PACK, G=1, form="stacked", D=64, start=128),
+    ]
 )
-def test_packed_and_other_calls(case: TokenCase, given: dict[str, Any]) -> None:
-    assert_dq_of_unions(case, **given)
+def test_packed_and_other_calls(by_warp: bool, case: TokenCase) -> None:
+    assert_dq_of_unions(case)
 
 
-def compiled(case: TokenCase, given: dict[str, Any]) -> list[tuple[list[int], bool]]:
+@pytest.mark.gpu
+@both_ways(
+    [
+        TokenCase(((1000, 1000),), G=12, D=96, causal=False),
+        TokenCase(((500, 500),) * 2),
+        TokenCase(((500, 500),) * 2, G=160),
+        TokenCase(PACK, G=16, form="ragged", causal=False),
+        TokenCase(((300, 700),) * 2, G=4, by_head=True),
+        TokenCase(PACK, G=3, form="compact", D=64, by_head=True),
+    ]
+)
+def test_row_sums_of_unions(by_warp: bool, case: TokenCase) -> None:
+    assert_dq_of_unions(case, sums=True)
+
+
+def compiled(case: TokenCase, output: str, by_warp: bool = False) -> list[tuple[list[int], bool]]:
     """Stack frames of the case's kernel, and whether its products are serialized; in a worker."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    same = call_of(case)
-    x, accum = make_inputs(same), layout(same)
-    rows = tuple(torch.empty(*accum.heads, accum.rows, device="cuda") for _ in range(2))
     with unset_fake_temporarily():
         lists = union_lists(case, listed_blocks(case, "cpu"))
-    if given.pop("accum", False):
-        given["accum"] = torch.empty(accum.shape, device="cuda")
-    if given.pop("sums", False):
-        given |= dict(out=x.q, lse=x.q.new_empty(*accum.heads, same.T_q, dtype=torch.float32))
-    code = cubins(lambda: call(same, x, rows, on_gpu(lists), dq=torch.empty_like(x.q), **given))
-    return [(frames(cubin), serialized(cubin)) for cubin in code]
+    code = cubins(partial(compile_pass, case.plain, output, on_gpu(lists)))
+    return [(frames(cubin), by_warp or serialized(cubin)) for cubin in code]
 
 
 @pytest.mark.parametrize(
-    "case, given",
+    ("case", "output"),
     [
-        (TokenCase(), {}),
-        (TokenCase(PACK, G=3, D=64, form="ragged", causal=False), dict(add=True)),
-        (TokenCase(G=4, by_head=True), dict(sums=True)),
-        (TokenCase(G=4, block=16), {}),
+        (TokenCase(), "dq"),
+        (TokenCase(PACK, G=3, D=64, form="ragged", causal=False), "add"),
+        (TokenCase(G=4, by_head=True), "sums"),
+        (TokenCase(G=4, block=16), "dq"),
     ],
 )
-def test_registers_suffice(compiler_sm90: Worker, case: TokenCase, given: dict[str, Any]) -> None:
+def test_registers_suffice(compiler_sm90: Worker, case: TokenCase, output: str) -> None:
     """With rows of q and do that TMA loads, and with those that the warpgroups do."""
-    assert compiler_sm90.run(compiled, case, given) == [([0], False)]
+    assert compiler_sm90.run(compiled, case, output) == [([0], False)]
+
+
+def test_registers_suffice_by_warp(compiler_sm100: Worker) -> None:
+    assert compiler_sm100.run(compiled, TokenCase(), "dq", True) == [([0], True)]
 
 
 def test_an_accumulator_is_refused(compiler_sm90: Worker) -> None:
     with pytest.raises(WorkerError, match="accum with mask_block_bits") as error:
-        compiler_sm90.trace(compiled, TokenCase(), dict(accum=True))
+        compiler_sm90.trace(compiled, TokenCase(), "accum")
     assert error.value.kind == "NotImplementedError"
 
 
@@ -294,28 +270,34 @@ SPILLS = [
     (Case(D=128, window=(100, 30), mask_mod="keyed", **HALVES), "accum"),
     (Case(D=128, packed=LENGTHS, lists="both", form="ragged", causal=True), "dq"),
     (Case(D=128, causal=True, block=(128, 64), lists="no full", Hq=8, list_heads=2), "accum, add"),
-    (Case(D=128, causal=True, block=(128, 64), lists="no full", Hq=8, list_heads=2), "sums"),
-    (Case(D=128, packed=LENGTHS, lists="both", form="compact", causal=True), "sums"),
+    (Case(D=128, causal=True, block=(128, 64), lists="no full", Hq=8, list_heads=2), "accum, sums"),
+    (Case(D=128, packed=LENGTHS, lists="both", form="compact", causal=True), "accum, sums"),
     (Case(D=96, **LISTS), "dq"),
     (Case(D=96, mask_mod="thirds", **LISTS), "accum"),
     (Case(D=64, causal=True, packed=LENGTHS, mask_mod="thirds", lists="both", form="stacked"), "accum"),
 ]
 
 
-def stack_bytes(case: Case, output: str) -> list[int]:
-    """The stack frames of a case's kernel; in a worker."""
+def compile_pass(case: Case, output: str, lists: Any = None) -> None:
+    """The call of a case with an output of SPILLS; in a worker."""
     x = make_inputs(case)
+    o, lse = outputs(case, x)
     rows = tuple(torch.empty(*layout(case).heads, layout(case).rows, device="cuda") for _ in range(2))
-    accum = torch.empty(layout(case).shape, device="cuda")
-    dq, natural = torch.empty_like(x.q), (*x.q.shape[:-3], case.Hq, x.q.shape[-3])
+    accum = dict(accum=torch.empty(layout(case).shape, device="cuda"))
     written = {
         "dq": {},
         "add": dict(add=True),
-        "accum": dict(accum=accum),
-        "accum, add": dict(accum=accum, add=True),
-        "sums": dict(accum=accum, out=torch.empty_like(x.q), lse=torch.empty(natural, device="cuda")),
+        "accum": accum,
+        "accum, add": accum | dict(add=True),
+        "sums": dict(out=o, lse=lse),
+        "accum, sums": accum | dict(out=o, lse=lse),
     }[output]
-    return [size for cubin in cubins(lambda: call(case, x, rows, dq=dq, **written)) for size in frames(cubin)]
+    call(case, x, rows, lists, dq=torch.empty_like(x.q), **written)
+
+
+def stack_bytes(case: Case, output: str) -> list[int]:
+    """The stack frames of a case's kernel; in a worker."""
+    return sum(stacks(partial(compile_pass, case, output)), [])
 
 
 @pytest.mark.parametrize("spilled", swept(SPILLS), ids=str)
@@ -323,19 +305,11 @@ def test_registers_suffice_for_lists(spilled: tuple[Case, str], compiler_sm90: W
     assert compiler_sm90.run(stack_bytes, *spilled) == [0]
 
 
-def refused(D: int, Dv: int | None) -> None:
-    """A call with these head dimensions; in a worker."""
-    case = Case(D=D, Dv=Dv, T_q=300, T_k=300, lists="full")
-    x, accum = make_inputs(case), layout(case)
-    rows = torch.empty(*accum.heads, accum.rows, device="cuda")
-    call(case, x, (rows, rows), dq=torch.empty_like(x.q))
-
-
 @pytest.mark.parametrize(("D", "Dv", "said"), [(80, None, "dimensions 80 and 80"), (128, 64, "dimensions 128 and 64")])
 def test_head_dimensions_are_refused_by_name(D: int, Dv: int | None, said: str, compiler_sm90: Worker) -> None:
     """Beside what the catalogue of wrong calls has."""
     with pytest.raises(WorkerError, match=said) as error:
-        compiler_sm90.trace(refused, D, Dv)
+        compiler_sm90.trace(compile_pass, Case(D=D, Dv=Dv, lists="full"), "dq")
     assert error.value.kind == "NotImplementedError"
 
 
@@ -343,7 +317,7 @@ def test_blackwell_is_refused(compiler_sm100: Worker) -> None:
     with pytest.raises(
         WorkerError, match="sm_100: the dq pass is for sm_90, and for sm_100 over lists with mask_block_bits"
     ):
-        compiler_sm100.trace(refused, 128, None)
+        compiler_sm100.trace(compile_pass, Case(D=128, lists="full"), "dq")
 
 
 @pytest.mark.parametrize(

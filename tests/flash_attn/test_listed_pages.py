@@ -1,13 +1,17 @@
 """SM90 forward over lists with bits and keys on pages: the kernel, refusals, and the bits of keys that lie together."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from fa_bits import TokenCase, listed_blocks, union_lists
 from fa_compile import Worker, WorkerError, built_kernels
-from fa_cubin import cubins, frames
-from test_query_bits import attend, lists_of_fakes, tensors
+from fa_cubin import stacks
+from fa_tokens import TokenCase, listed_blocks, union_lists
+from test_query_bits import attend, fake_lists
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from fuzz.attention import make_inputs
 
 BATCH = TokenCase(((300, 768),) * 2, G=4)
 PACK = TokenCase(((300, 768), (1, 768), (77, 768)), G=4, form="compact")
@@ -26,17 +30,15 @@ def in_pages(x: torch.Tensor, page: int) -> torch.Tensor:
 
 
 def compiled(case: TokenCase, page: int) -> None:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    q, k, v = tensors(case)
+    x = make_inputs(case.plain)
     with unset_fake_temporarily():
         shapes = {name: x if x is None else x.shape for name, x in options(case, page, "cpu").items()}
     given = {name: x if x is None else torch.empty(x, dtype=torch.int32, device="cuda") for name, x in shapes.items()}
-    attend(case, (q, in_pages(k, page), in_pages(v, page)), lists_of_fakes(case), **given)
+    attend(case, replace(x, k=in_pages(x.k, page), v=in_pages(x.v, page)), fake_lists(case), **given)
 
 
 def frames_of(case: TokenCase, page: int) -> list[list[int]]:
-    return [frames(cubin) for cubin in cubins(partial(compiled, case, page))]
+    return stacks(partial(compiled, case, page))
 
 
 def kernels_of(case: TokenCase, page: int) -> list[tuple[int, int, bool, bool]]:
@@ -66,12 +68,11 @@ def test_a_block_on_two_pages_is_refused(compiler_sm90: Worker) -> None:
 @pytest.mark.parametrize("page", [64, 192])
 @pytest.mark.parametrize("case", [BATCH, PACK], ids=["batch", "pack"])
 def test_bits_are_those_of_keys_that_lie_together(case: TokenCase, page: int) -> None:
-    q, k, v = tensors(case)
-    lists, given = union_lists(case, listed_blocks(case, "cuda")), options(case, page)
-    want = attend(case, (q, k, v), lists, q_offset=given["q_offset"])
-    places = given["page_table"].long().flatten()
-    pages = [torch.empty_like(in_pages(x, page)) for x in (k, v)]
-    for to, x in zip(pages, (k, v)):
-        to[places] = in_pages(x, page)
-    got = attend(case, (q, *pages), lists, **given)
+    x = make_inputs(case.plain)
+    lists, given = union_lists(case, listed_blocks(case)), options(case, page)
+    want = attend(case, x, lists, q_offset=given["q_offset"])
+    pages = {name: torch.empty_like(in_pages(getattr(x, name), page)) for name in "kv"}
+    for name, to in pages.items():
+        to[given["page_table"].long().flatten()] = in_pages(getattr(x, name), page)
+    got = attend(case, replace(x, **pages), lists, **given)
     assert all(torch.equal(x, y) for x, y in zip(got, want))

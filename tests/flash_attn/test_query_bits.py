@@ -7,57 +7,48 @@ from typing import Any
 
 import pytest
 import torch
-from fa_bits import ROWS, TokenCase, dense, listed_blocks, union_lists
 from fa_compile import Worker, WorkerError, built_kernels
-from fa_cubin import cubins, exponentials_under_products, frames, serialized
+from fa_cubin import cubins, exponentials_under_products, frames, serialized, stacks
+from fa_tokens import PACK, ROWS, TOKENS, TokenCase, both_ways, by_length, listed_blocks, reference, union_lists
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
+from flash_attn.cute.multiply import form as multiply
+from fuzz.attention import Inputs, make_inputs, options, outputs
+from fuzz.attention_lists import on_gpu
 from fuzz.canary import Guarded
 from fuzz.oracle import assert_close
 
-LENGTHS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
-PACK = ((0, 0), (1, 1), (129, 129), (500, 700), (63, 63), (64, 200))
 
-
-def attend(case: TokenCase, x: tuple[torch.Tensor, ...], lists: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+def attend(case: TokenCase, x: Inputs, lists: Any, **more: Any) -> tuple[torch.Tensor, ...]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    if case.form is not None:
-        cu = [torch.tensor(starts, dtype=torch.int32, device="cuda") for starts in case.starts]
-        longest = [max(pair[side] for pair in case.lengths) for side in (0, 1)]
-        starts = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*cu, *longest)))
-        options = starts | options
-    o, lse, *_ = _flash_attn_fwd(*x, causal=case.causal, block_sparse_tensors=lists, return_lse=True, **options)
+    given = options(case.plain, x) | dict(block_sparse_tensors=lists, return_lse=True)
+    o, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, **given | more)
     return o, lse
 
 
-def tensors(case: TokenCase) -> tuple[torch.Tensor, ...]:
-    """q, k and v, packed or of as many batches as there are lengths."""
-    torch.manual_seed(case.seed)
-    Hq, starts = case.G * case.Hkv, case.starts
-    shapes = [((starts[0][-1] if side == 0 else starts[1][-1]), heads, case.D)
-              for side, heads in ((0, Hq), (1, case.Hkv), (1, case.Hkv))]  # fmt: skip
-    x = tuple(torch.randn(shape, device="cuda").to(case.dtype) for shape in shapes)
-    return x if case.form is not None else tuple(t.unflatten(0, (len(case.lengths), -1)) for t in x)
+def by_union_kernel(case: TokenCase, x: Inputs, lists: Any) -> tuple[torch.Tensor, ...]:
+    """As `attend`, by the kernel for SM100."""
+    from flash_attn.cute.fwd_unions.interface import forward_unions
+
+    names = ("causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
+    given = {name: value for name, value in options(case.plain, x).items() if name in names}
+    return forward_unions(x.q, x.k, x.v, lists, **given)
 
 
-def lists_of_fakes(case: TokenCase) -> BlockSparseTensorsTorch:
+def fake_lists(case: TokenCase) -> BlockSparseTensorsTorch:
     """Lists without values, on the GPU there is not."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     with unset_fake_temporarily():
         lists = union_lists(case, listed_blocks(case, "cpu"))
-    return lists._replace(**{
-        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-        for name, t in lists._asdict().items() if torch.is_tensor(t)
-    })  # fmt: skip
+    return on_gpu(lists)
 
 
-def compiled(case: TokenCase, options: dict[str, Any]) -> None:
-    attend(case, tensors(case), lists_of_fakes(case), **options)
+def compiled(case: TokenCase, more: dict[str, Any]) -> None:
+    attend(case, make_inputs(case.plain), fake_lists(case), **more)
 
 
 def kernels_of(case: TokenCase) -> list[tuple[int, int, int, bool]]:
@@ -74,9 +65,35 @@ def test_a_tile_has_128_rows_and_a_bit_for_each_token(
     assert compiler_sm90.trace(kernels_of, case) == [(128, 1, words, G > 1)]
 
 
-def code_of(case: TokenCase) -> list[tuple[list[int], bool, list[int]]]:
+def stack_and_softmaxes(case: TokenCase) -> list[tuple[list[int], bool, list[int]]]:
     code = cubins(partial(compiled, case, {}))
     return [(frames(cubin), serialized(cubin), exponentials_under_products(cubin)) for cubin in code]
+
+
+def stack_by_warp(case: TokenCase) -> list[list[int]]:
+    return stacks(partial(by_union_kernel, case, make_inputs(case.plain), fake_lists(case)))
+
+
+def test_registers_suffice_by_warp(compiler_sm100: Worker) -> None:
+    assert compiler_sm100.run(stack_by_warp, TokenCase()) == [[0]]
+
+
+def kernels_of_layer() -> set[tuple[str, bool | None]]:
+    """The kernels of the selected branch and of the choice by token that a call of the layer asks for; in a worker."""
+    from nsa_layer import NSAConfig
+    from nsa_layer.warm_up.lookup import make_call
+    from nsa_tools.shape import Shape
+
+    static = dict(dtype=torch.bfloat16, config=NSAConfig(q_tile=1))
+    with built_kernels("") as kernels:
+        make_call(Shape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, **static).signature())
+    return {(type(kernel).__name__, getattr(getattr(kernel, "spec", None), "by_warp", None)) for kernel in kernels}
+
+
+def test_the_layer_asks_for_kernels_by_warp(compiler_sm100: Worker) -> None:
+    passes = ("ForwardUnions", "BackwardDqSm90", "BackwardDkdvSm90")
+    expected = {("TokenTopK", True), *((f"FlashAttention{name}", True) for name in passes)}
+    assert expected <= compiler_sm100.trace(kernels_of_layer)
 
 
 def test_heads_with_lists_of_their_own_are_not_packed(compiler_sm90: Worker) -> None:
@@ -89,7 +106,7 @@ def test_kernels_compile(compiler_sm90: Worker, case: TokenCase) -> None:
 
     Those are three: of both blocks of a step, and of a step of one.
     """
-    ((stack, waits_for_each, exponentials),) = compiler_sm90.run(code_of, case)
+    ((stack, waits_for_each, exponentials),) = compiler_sm90.run(stack_and_softmaxes, case)
     assert stack == [0] and not waits_for_each and sum(n >= 32 for n in exponentials) == 3
 
 
@@ -163,9 +180,10 @@ def test_lists_without_room_for_all_tokens_are_refused(lists: BlockSparseTensors
 def backward(case: TokenCase, forward: bool) -> None:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    (q, k, v), lists = tensors(case), lists_of_fakes(case)
+    x, lists = make_inputs(case.plain), fake_lists(case)
     given = dict(block_sparse_tensors_fwd=lists) if forward else dict(block_sparse_tensors=lists)
-    _flash_attn_bwd(q, k, v, q, q, q.new_empty(1, q.shape[2], q.shape[1], dtype=torch.float32), **given)
+    o, lse = outputs(case.plain, x)
+    _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, **given)
 
 
 def test_calls_that_read_no_bits_are_refused(compiler: Worker) -> None:
@@ -200,37 +218,30 @@ def test_autograd_and_list_tools_refuse_bits(launched: None, lists: BlockSparseT
 
 
 def assert_right(case: TokenCase, tables: list[torch.Tensor] | None = None) -> None:
-    """Forward on the GPU, within twice the error of plain PyTorch in the same dtype, sequence by sequence."""
-    x, tables = tensors(case), tables or listed_blocks(case, "cuda")
-    lists = union_lists(case, tables)
+    """Forward on the GPU, within twice the error of plain PyTorch in the same dtype."""
+    x, tables = make_inputs(case.plain), tables or listed_blocks(case)
     with Guarded("cuda") as guard:
-        o, lse = attend(case, x, lists)
+        o, lse = (by_union_kernel if multiply.FORCED else attend)(case, x, union_lists(case, tables))
         torch.cuda.synchronize()
     guard.check()
-    for b, table in enumerate(tables):
-        (q, q_end), (k, k_end) = ((of[b], of[b + 1]) for of in case.starts)
-        spans = ((q, q_end), (k, k_end), (k, k_end), (q, q_end))
-        parts = [t[b] if case.form is None else t[slice(*span)] for t, span in zip((*x, o), spans, strict=True)]
-        of_lse = lse[b] if case.form is None else lse[:, q:q_end]
-        exact, rough = (dense(case, *parts[:3], table, dtype) for dtype in (torch.float64, case.dtype))
-        assert_close(f"{case!r}: o of sequence {b}", parts[3], exact[0], rough[0])
-        assert of_lse.isneginf().equal(exact[1].isneginf()), f"{case!r}: lse of sequence {b} is -inf in the wrong rows"
-        some = ~exact[1].isneginf()
-        torch.testing.assert_close(of_lse[some].double(), exact[1][some], rtol=1e-3, atol=2e-3)
+    exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, x.q.dtype))
+    assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
+    some = ~exact["lse"].isneginf()
+    assert lse.isneginf().equal(~some), f"{case!r}: lse is -inf in the wrong rows"
+    torch.testing.assert_close(lse[some].double(), exact["lse"][some], rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("G", [1, 2, 3, 4, 8, 16, 160])
-def test_tokens_attend_to_their_own_lists(G: int) -> None:
-    for T in LENGTHS if G < 100 else LENGTHS[:-2]:
-        assert_right(TokenCase(((T, T),), G=G, Hkv=1 if T > 4000 else 2, n=16 if T > 4000 else 4, seed=T))
+@both_ways([TokenCase(G=G) for G in (1, 2, 3, 4, 8, 16, 160)])
+def test_tokens_attend_to_their_own_lists(by_warp: bool, case: TokenCase) -> None:
+    for T in TOKENS[case.G % 3 :: 3] if by_warp else TOKENS if case.G < 100 else TOKENS[:-2]:
+        assert_right(by_length(case.G, T))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
+@both_ways(
     [
-        TokenCase(((300, 700),) * 2, D=64, causal=False, dtype=torch.float16),
+        TokenCase(((300, 700),) * 2, D=64, causal=False, dtype="float16"),
         TokenCase(((1000, 1000),), block=16),
         TokenCase(((1000, 1000),), G=12, D=96, causal=False),
         TokenCase(PACK, G=4, form="padded"),
@@ -240,10 +251,9 @@ def test_tokens_attend_to_their_own_lists(G: int) -> None:
         TokenCase(((300, 700),) * 2, G=4, by_head=True),
         TokenCase(PACK, G=2, form="padded", block=32, D=64),
         TokenCase(PACK, G=3, form="compact", by_head=True, D=64),
-    ],
-    ids=str,
+    ]
 )
-def test_packed_and_other_calls(case: TokenCase) -> None:
+def test_packed_and_other_calls(by_warp: bool, case: TokenCase) -> None:
     assert_right(case)
 
 
@@ -259,24 +269,24 @@ def test_warpgroups_that_list_apart(G: int, gap: int) -> None:
     assert_right(case, [table.expand(2, -1, -1).to("cuda")])
 
 
-LATER = [
-    TokenCase(((1000, 1000),)),
-    TokenCase(((1000, 1000),), G=3, D=64, n=8),
-    TokenCase(((1000, 1000),), G=1, n=8),
-    TokenCase(((1000, 1000),), G=4, dtype=torch.float16),
-]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", LATER, ids=str)
-def test_later_tokens_change_no_bit(case: TokenCase) -> None:
+@both_ways(
+    [
+        TokenCase(((1000, 1000),)),
+        TokenCase(((1000, 1000),), G=3, D=64, n=8),
+        TokenCase(((1000, 1000),), G=1, n=8),
+        TokenCase(((1000, 1000),), G=4, dtype="float16"),
+    ]
+)
+def test_later_tokens_change_no_bit(by_warp: bool, case: TokenCase) -> None:
     """They decide which of a token's blocks share a step with each other."""
-    x, other = tensors(case), tensors(replace(case, seed=1))
-    (table,), (redrawn,) = (listed_blocks(replace(case, seed=seed), "cuda") for seed in (0, 1))
-    o, lse = attend(case, x, union_lists(case, [table]))
+    call = by_union_kernel if by_warp else attend
+    x, other = (make_inputs(replace(case.plain, seed=seed)) for seed in (0, 1))
+    (table,), (redrawn,) = (listed_blocks(replace(case, seed=seed)) for seed in (0, 1))
+    o, lse = call(case, x, union_lists(case, [table]))
     for t in (100, 517, 700, 998):
-        changed = [torch.cat([a[:, : t + 1], 8 * b[:, t + 1 :]], 1) for a, b in zip(x, other, strict=True)]
+        later = {n: torch.cat([getattr(x, n)[:, : t + 1], 8 * getattr(other, n)[:, t + 1 :]], 1) for n in "qkv"}
         lists = union_lists(case, [torch.cat([table[:, : t + 1], redrawn[:, t + 1 :]], 1)])
-        again, lse_again = attend(case, tuple(changed), lists)
+        again, lse_again = call(case, replace(x, **later), lists)
         differ = (o[:, : t + 1] != again[:, : t + 1]).sum(), (lse[..., : t + 1] != lse_again[..., : t + 1]).sum()
         assert not any(differ), f"{differ} values of o and lse depend on tokens after {t}"

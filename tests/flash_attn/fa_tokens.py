@@ -1,0 +1,228 @@
+"""Attention with a block list for each token: the lists, as unions with bits and as pairs by key block, and the oracle.
+
+Everything follows from one table of blocks that tokens list, so neither unions nor pairs define the right result.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.lists.query_bits import words_for
+from fuzz.attention import Inputs, Tensors
+from fuzz.case import Attention as Case
+from fuzz.oracle import dense
+from nsa_tools.testing.pasteable import Pasteable
+
+BLOCK, ROWS = 64, 128
+NEVER_READ = 1 << 29
+TOKENS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
+PACK = ((0, 0), (1, 1), (129, 129), (500, 700), (63, 63), (64, 200))
+
+
+@dataclass(frozen=True, repr=False)
+class TokenCase(Pasteable):
+    """One call.
+
+    Attributes:
+        lengths: (queries, keys) of each sequence; packed where there is a form: "padded", "compact", "stacked" or
+            "ragged" ones of unions.
+        n: blocks of a list at most. near: every token lists block 0 and its own.
+        block: keys that are listed together: of unions those of an entry, or half or a quarter of them.
+        by_head: a list for each query head.
+        cap: tokens of a work tile by key block at most. start: rows that packed sequences' row sums begin at.
+        add: on top of what gradients hold.
+    """
+
+    lengths: tuple[tuple[int, int], ...] = ((300, 300),)
+    G: int = 16
+    D: int = 128
+    Hkv: int = 2
+    causal: bool = True
+    n: int = 4
+    near: bool = False
+    block: int = BLOCK
+    form: str | None = None
+    dtype: str = "bfloat16"
+    by_head: bool = False
+    cap: int = 4096
+    start: int = 64
+    add: bool = False
+    seed: int = 0
+
+    @property
+    def plain(self) -> Case:
+        """The same call without its lists."""
+        (T_q, T_k), *_ = self.lengths
+        return Case(
+            D=self.D, T_q=T_q, T_k=T_k, B=len(self.lengths), Hq=self.G * self.Hkv, Hkv=self.Hkv, causal=self.causal,
+            packed=self.lengths if self.form else (), dtype=self.dtype, seed=self.seed,
+        )  # fmt: skip
+
+    @property
+    def parts(self) -> int:
+        """Lists of a key/value head."""
+        return self.G if self.by_head else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a token in a tile."""
+        return self.G // self.parts
+
+    @property
+    def tiles(self) -> list[int]:
+        return [-(-queries * self.rows // ROWS) for queries, _ in self.lengths]
+
+    @property
+    def starts(self) -> tuple[list[int], list[int]]:
+        """cu_seqlens of queries and keys."""
+        return tuple([0, *accumulate(pair[side] for pair in self.lengths)] for side in (0, 1))
+
+
+def by_length(G: int, T: int) -> TokenCase:
+    """One sequence, with fewer heads and longer lists where it is long."""
+    return TokenCase(((T, T),), G=G, Hkv=1 if T > 4000 else 2, n=16 if T > 4000 else 4, seed=T)
+
+
+def both_ways(cases: list[Any]) -> Any:
+    """Parametrize (by_warp, case): products by warpgroup, and by warp as in SM100's kernels, which Hopper runs as well.
+
+    By warp without lists by head, and at head dimensions 64 and 128.
+    """
+    ways = [(False, case) for case in cases]
+    ways += [(True, case) for case in cases if not case.by_head and case.D in (64, 128)]
+    return pytest.mark.parametrize(("by_warp", "case"), ways, indirect=["by_warp"], ids=str)
+
+
+def listed_blocks(case: TokenCase, device: str = "cuda") -> list[torch.Tensor]:
+    """Lists of each sequence, bool [list heads, queries, blocks]: random ones, up to n for a token, none for some."""
+    generator = torch.Generator().manual_seed(case.seed)
+    tables = []
+    for T, S in case.lengths:
+        N = -(-S // case.block)
+        score = torch.rand(case.Hkv * case.parts, T, N, generator=generator)
+        own = (torch.arange(T)[:, None] + S - T) // case.block
+        if case.causal:
+            score[:, torch.arange(N) > own] = -1
+        best, at = score.topk(min(case.n, N), dim=-1)
+        kept = (best >= 0) & (torch.rand(best.shape, generator=generator) > 0.15)
+        table = torch.zeros(score.shape, dtype=torch.bool).scatter_(2, at, kept)
+        table |= case.near & ((torch.arange(N) == own) | (torch.arange(N) == 0))
+        tables.append(table.to(device))
+    return tables
+
+
+def visible(case: TokenCase, table: torch.Tensor, keys: int) -> torch.Tensor:
+    """bool [list heads, queries, keys] of one sequence."""
+    queries = table.shape[1]
+    seen = table.repeat_interleave(case.block, -1)[..., :keys]
+    if case.causal:
+        at = torch.arange(queries, device=table.device)[:, None] + keys - queries
+        seen = seen & (torch.arange(keys, device=table.device) <= at)
+    return seen
+
+
+def reference(case: TokenCase, x: Inputs, tables: list[torch.Tensor], dtype: torch.dtype) -> Tensors:
+    """`dense` of a call, head by head, which takes less memory."""
+    heads = []
+    for head in range(case.G * case.Hkv):
+        q, do = (t[..., head : head + 1, :] for t in (x.q, x.do))
+        k, v = (t[..., (of := head // case.G) : of + 1, :] for t in (x.k, x.v))
+
+        def seen(b: int, head: int = head) -> torch.Tensor:
+            return visible(case, tables[b][head // case.rows][None], case.lengths[b][1])
+
+        heads.append(dense((q, k, v), do, seen, dtype, lengths=case.lengths if case.form else None))
+    found = {name: torch.cat([of[name] for of in heads], -2) for name in ("o", "lse", "dq")}
+    for name in ("dk", "dv"):
+        found[name] = torch.cat([of[name] for of in heads], -2).double().unflatten(-2, (case.Hkv, -1)).sum(-2)
+    return found
+
+
+def union(case: TokenCase, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts [H, tiles], blocks [H, tiles, N] and bits [H, tiles, N, words] of one sequence's tiles."""
+    device, parts = table.device, BLOCK // case.block  # listed blocks of an entry
+    table = torch.nn.functional.pad(table, (0, -table.shape[2] % parts)).unflatten(2, (-1, parts))
+    H, T, N, _ = table.shape
+    tiles, words = -(-T * case.rows // ROWS), words_for(case.rows)
+    first = torch.arange(tiles, device=device) * ROWS // case.rows
+    last = ((torch.arange(tiles, device=device) + 1) * ROWS - 1) // case.rows
+    bits = torch.zeros(H, tiles, N, parts, words, dtype=torch.int64, device=device)
+    for j in range(int((last - first).max()) + 1):
+        token = first + j
+        there = (token <= last) & (token < T)
+        bits[..., j // 32] |= (table[:, token.clamp(max=T - 1)] & there[:, None, None]).long() << j % 32
+    bits = bits.flatten(3)
+    chosen = (bits != 0).any(-1)
+    order = chosen.byte().sort(dim=-1, descending=True, stable=True).indices
+    past = torch.arange(N, device=device) >= chosen.sum(-1, keepdim=True)
+    bits = bits.gather(2, order[..., None].expand_as(bits)).masked_fill(past[..., None], -1)
+    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    return chosen.sum(-1).int(), order.masked_fill(past, NEVER_READ).int(), bits.int()
+
+
+def union_lists(case: TokenCase, tables: list[torch.Tensor]) -> BlockSparseTensorsTorch:
+    """The union of all sequences, in the case's form."""
+    device, blocks = tables[0].device, [-(-keys // BLOCK) for _, keys in case.lengths]
+    parts, most = [union(case, table) for table in tables if table.shape[1]], max(blocks)
+    if case.form == "stacked":
+        widths = [tiles * N for tiles, N in zip(case.tiles, blocks, strict=True)]
+        return BlockSparseTensorsTorch(
+            torch.cat([counts for counts, _, _ in parts], 1),
+            torch.cat([blocks.flatten(1) for _, blocks, _ in parts], 1),
+            mask_block_bits=torch.cat([bits.flatten(1, 2) for _, _, bits in parts], 1),
+            cu_total_m_blocks=_before(case.tiles, device), cu_block_idx_offsets=_before(widths, device),
+        )  # fmt: skip
+    tiles = max(case.tiles) if case.form in (None, "padded") else None
+    wide = [[_padded(t, d, tiles, most) for d, t in enumerate(part)] for part in parts]
+    if tiles is not None:
+        empty = [torch.zeros_like(t) for t in wide[0]]
+        filled = iter(wide)
+        every = [next(filled) if table.shape[1] else empty for table in tables]
+        counts, blocks, bits = (torch.stack(of) for of in zip(*every, strict=True))
+        return BlockSparseTensorsTorch(counts, blocks, mask_block_bits=bits, block_size=(ROWS, BLOCK))
+    counts, blocks, bits = (torch.cat(of, 1) for of in zip(*wide, strict=True))
+    lists = BlockSparseTensorsTorch(counts, blocks, mask_block_bits=bits, cu_total_m_blocks=_before(case.tiles, device))
+    if case.form == "compact":
+        return lists
+    kept = torch.arange(most, device=device) < counts[..., None]
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
+    return lists._replace(mask_block_idx=blocks[kept], mask_block_bits=bits[kept], cu_block_idx_offsets=starts)
+
+
+def _before(numbers: list[int], device: Any) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(numbers)], dtype=torch.int32, device=device)
+
+
+def _padded(tensor: torch.Tensor, dims: int, tiles: int | None, width: int) -> torch.Tensor:
+    """Rows of `width` entries, and `tiles` of them. dims: of a tile's entries, as counts have none."""
+    more = (0 if tiles is None else tiles - tensor.shape[1],)
+    sides = [0, more[0]] if dims == 0 else [0, width - tensor.shape[2], 0, more[0]]
+    return torch.nn.functional.pad(tensor, [0, 0] * (dims == 2) + sides, value=NEVER_READ if dims else 0)
+
+
+def key_pairs(case: TokenCase, tables: list[torch.Tensor]) -> Any:
+    """`KeyPairs`: rows as work tiles of at most `cap` tokens; what lies past the last is never read."""
+    from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
+
+    by_block = [table.unflatten(0, (case.Hkv, -1)).permute(0, 3, 2, 1).flatten(2) for table in tables]
+    heads = [[of[h] for h in range(case.Hkv)] for of in by_block]
+    ordered = zip(*heads) if case.form else heads  # packed: all sequences of a head
+    tokens = [row.nonzero().flatten() for of in ordered for own in of for row in own]
+    items, row_items, partials = [], [0], 0
+    for row, (begin, end) in enumerate(pairwise(accumulate(map(len, tokens), initial=0))):
+        pieces = max(1, -(-(end - begin) // case.cap))
+        length = -(-(end - begin) // pieces)
+        for i in range(pieces):
+            piece = min(begin + i * length, end), min(begin + (i + 1) * length, end)
+            items.append((row, *piece, partials + i if pieces > 1 else -1))
+        partials += pieces if pieces > 1 else 0
+        row_items.append(len(items))
+    items += [(1 << 30,) * 4] * 3
+    device = tables[0].device
+    items, row_items = (torch.tensor(x, dtype=torch.int32, device=device) for x in (items, row_items))
+    blocks = _before([table.shape[2] for table in tables], device) if case.form else None
+    return KeyPairs(torch.cat(tokens).int(), items, row_items, partials, case.block, blocks, case.by_head)
