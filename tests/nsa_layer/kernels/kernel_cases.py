@@ -30,5 +30,4 @@ def faked(make: Callable[[], Any]) -> Any:
 
 def poison(device: torch.device) -> None:
     """Fill memory that is free afterwards with numbers that no list holds."""
-    for size in (1 << 10, 1 << 16, 1 << 21):
-        torch.full((size,), -7, dtype=torch.int32, device=device)
+    _ = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]

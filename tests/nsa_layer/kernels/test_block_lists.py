@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from itertools import accumulate
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
 from fa_compile import Worker
+from kernel_cases import poison, starts
 
 from fuzz.blocks import each_tensor
 from fuzz.choices import random_choice
 from nsa_layer.config import NSAConfig
 from nsa_layer.warm_up.lookup import _Unlinked
+from nsa_tools.testing.pasteable import Pasteable
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, repr=False)
+class Case(Pasteable):
     """`lengths`: packed sequences; one number: a batch of two of that length."""
 
     lengths: tuple[int, ...] = (1000,)
@@ -26,11 +27,6 @@ class Case:
     n: int = 6
     causal: bool = True
     longest: int = 32
-
-    def __str__(self) -> str:
-        lengths = self.lengths if len(self.lengths) < 10 else f"{len(self.lengths)} sequences"
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return str(given | dict(lengths=lengths)).replace(" ", "")
 
     @property
     def packed(self) -> bool:
@@ -104,8 +100,7 @@ def made(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
         parts = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=-1)[0] for part in parts]
         lists = torch.cat(parts, dim=1).to(device)
     for _ in range(2):
-        poison = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]
-        del poison
+        poison(device)
         lists_made = both_lists(case, lists)
     return lists_made
 
@@ -117,8 +112,7 @@ def both_lists(case: Case, lists: torch.Tensor) -> tuple:
     T, static, rows = max(case.lengths), case.static, {}
     if case.packed:
         tiles = [[-(-T // size) for T in case.lengths] for size in (case.q_tile, case.kv_tile)]
-        starts = (torch.tensor([*accumulate(of, initial=0)], dtype=torch.int32, device="cpu") for of in tiles)
-        static |= dict(zip(("cu_tiles", "cu_rows"), (of.to(lists.device) for of in starts)))
+        static |= dict(zip(("cu_tiles", "cu_rows"), (starts(of, lists.device) for of in tiles)))
         rows = dict(rows=sum(tiles[1]))
     counts = (lists >= 0).sum(-1, dtype=torch.int32)
     forward = forward_lists(lists, counts, T, **static)
@@ -140,45 +134,6 @@ def key_tiles(lists: torch.Tensor, T: int, case: Case):
     tiles = torch.arange(N, dtype=torch.int32).where(listed, N).sort(-1).values[..., :width]
     tiles = tiles.masked_fill(tiles == N, 0)
     return BlockSparseTensorsTorch(counts, tiles, block_size=(case.q_tile, case.kv_tile))
-
-
-def assert_right(case: Case) -> None:
-    """Every row and item, in order, is that of PyTorch."""
-    from flash_attn.cute.block_lists import transpose_lists
-    from flash_attn.cute.lists.backward_plan import plan_backward
-
-    parts = choice(case)
-    forward, backward = (each_tensor(lists, torch.Tensor.cpu) for lists in made(case, parts))
-    Hq, Hkv = case.heads
-    planned = Hq > Hkv
-    assert (backward.plan is not None) == planned
-    items = backward.plan[backward.plan[:, 4] > backward.plan[:, 3]] if planned else None
-    numbers = [b for b, T in enumerate(case.lengths) if T] if case.packed else [0, 1]
-    for at, b in enumerate(numbers):
-        T, lists = (case.lengths[b], parts[at]) if case.packed else (case.lengths[0], parts[0][b : b + 1])
-        one = key_tiles(lists, T, case)
-        assert_rows(case, forward, one.mask_block_cnt[0], one.mask_block_idx[0], b)
-        N = -(-T // case.kv_tile)
-        tensors = transpose_lists(one, N)
-        sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=lists.shape[2], longest=case.longest)
-        expected = plan_backward(tensors, **sizes)
-        rows = int(backward.cu_total_n_blocks[b])
-        assert int(backward.cu_total_n_blocks[b + 1]) - rows == N
-        starts = backward.cu_block_idx_offsets[:, rows : rows + N]
-        counts = expected.mask_block_cnt[0]
-        assert torch.equal(backward.mask_block_cnt[:, rows : rows + N], counts)
-        ours, theirs = backward.mask_block_idx, expected.mask_block_idx
-        used = torch.arange(theirs.shape[-1]) < counts.unsqueeze(-1)
-        at_entries = torch.where(used, starts.unsqueeze(-1) + torch.arange(theirs.shape[-1]), 0)
-        assert torch.equal(torch.where(used, ours[at_entries], 0), torch.where(used, theirs[0], 0))
-        if planned:
-            own = items[items[:, 0] == b]
-            theirs = expected.plan[expected.plan[:, 4] > expected.plan[:, 3]]
-            assert torch.equal(own[:, 1:6], theirs[:, 1:6])
-            place = (own[:, 6].long() & 0xFFFFFFFF) | (own[:, 7].long() << 32)
-            assert torch.equal(place, starts[own[:, 1].long() * starts.shape[0] // Hq, own[:, 2].long()])
-    if planned:
-        assert_launch(backward, items, case.heads)
 
 
 def assert_rows(case: Case, forward, counts: torch.Tensor, tiles: torch.Tensor, b: int) -> None:
@@ -219,9 +174,44 @@ def test_kernels_are_traced(compiler: Worker, case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case}"[:100])
 def test_rows_and_items_are_those_of_pytorch(case: Case) -> None:
-    assert_right(case)
+    """Every row and item, in order, is that of PyTorch."""
+    from flash_attn.cute.block_lists import transpose_lists
+    from flash_attn.cute.lists.backward_plan import plan_backward
+
+    parts = choice(case)
+    forward, backward = (each_tensor(lists, torch.Tensor.cpu) for lists in made(case, parts))
+    Hq, Hkv = case.heads
+    planned = Hq > Hkv
+    assert (backward.plan is not None) == planned
+    items = backward.plan[backward.plan[:, 4] > backward.plan[:, 3]] if planned else None
+    numbers = [b for b, T in enumerate(case.lengths) if T] if case.packed else [0, 1]
+    for at, b in enumerate(numbers):
+        T, lists = (case.lengths[b], parts[at]) if case.packed else (case.lengths[0], parts[0][b : b + 1])
+        one = key_tiles(lists, T, case)
+        assert_rows(case, forward, one.mask_block_cnt[0], one.mask_block_idx[0], b)
+        N = -(-T // case.kv_tile)
+        tensors = transpose_lists(one, N)
+        sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=lists.shape[2], longest=case.longest)
+        expected = plan_backward(tensors, **sizes)
+        rows = int(backward.cu_total_n_blocks[b])
+        assert int(backward.cu_total_n_blocks[b + 1]) - rows == N
+        starts = backward.cu_block_idx_offsets[:, rows : rows + N]
+        counts = expected.mask_block_cnt[0]
+        assert torch.equal(backward.mask_block_cnt[:, rows : rows + N], counts)
+        ours, theirs = backward.mask_block_idx, expected.mask_block_idx
+        used = torch.arange(theirs.shape[-1]) < counts.unsqueeze(-1)
+        at_entries = torch.where(used, starts.unsqueeze(-1) + torch.arange(theirs.shape[-1]), 0)
+        assert torch.equal(torch.where(used, ours[at_entries], 0), torch.where(used, theirs[0], 0))
+        if planned:
+            own = items[items[:, 0] == b]
+            theirs = expected.plan[expected.plan[:, 4] > expected.plan[:, 3]]
+            assert torch.equal(own[:, 1:6], theirs[:, 1:6])
+            place = (own[:, 6].long() & 0xFFFFFFFF) | (own[:, 7].long() << 32)
+            assert torch.equal(place, starts[own[:, 1].long() * starts.shape[0] // Hq, own[:, 2].long()])
+    if planned:
+        assert_launch(backward, items, case.heads)
 
 
 def widths_of_rows(T: int, block_size: int) -> tuple[int, int]:

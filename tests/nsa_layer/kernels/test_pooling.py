@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import pytest
 import torch
 from fa_compile import Worker
+from kernel_cases import starts
 
 from nsa_layer.config import NSAConfig
 from nsa_layer.eager.pooling import mean_pool
@@ -41,22 +41,22 @@ class Case:
     def options(self) -> dict[str, int]:
         return dict(block_size=self.pooling[0], stride=self.pooling[1])
 
+    def shape(self, D: int, rows: int | None = None, heads: int | None = None) -> tuple[int, ...]:
+        """Of a tensor of `rows`; None: as many as there are tokens."""
+        lead = (self.B, self.T if rows is None else rows)
+        if self.lengths is not None:
+            lead = (sum(self.lengths) if rows is None else rows,)
+        return (*lead, self.H if heads is None else heads, D)
+
     def tensor(self, D: int, dtype: torch.dtype, rows: int | None = None) -> torch.Tensor:
-        """`rows` of them; None: as many as there are tokens."""
-        packed = self.lengths is not None
-        leading = (
-            (sum(self.lengths) if rows is None else rows,) if packed else (self.B, self.T if rows is None else rows)
-        )
-        return torch.randn(*leading, self.beside + self.H, D, device="cuda").to(dtype)[..., self.beside :, :]
+        wide = torch.randn(self.shape(D, rows, self.beside + self.H), device="cuda")
+        return wide.to(dtype)[..., self.beside :, :]
 
     def starts(self) -> dict[str, torch.Tensor]:
         if self.lengths is None:
             return {}
-        blocks = [self.config.compressed_length(length) for length in self.lengths]
-        return {
-            name: torch.tensor([0, *accumulate(of)], dtype=torch.int32, device="cuda")
-            for name, of in (("cu_seqlens", self.lengths), ("cu_blocks", blocks))
-        }
+        blocks = map(self.config.compressed_length, self.lengths)
+        return dict(cu_seqlens=starts(self.lengths), cu_blocks=starts(blocks))
 
     @property
     def blocks(self) -> int:
@@ -124,70 +124,52 @@ def test_tokens_of_overlapping_blocks_are_read_little_more_than_once(D: int) -> 
         assert (blocks - 1) * d + l <= 1.15 * blocks * d
 
 
-def trace_both(index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def both(case: Case, k: torch.Tensor, v: torch.Tensor, cu: dict) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **cu, **case.options)
+    return pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
+
+
+def one_alone(case: Case, k: torch.Tensor, v: torch.Tensor, cu: dict) -> list[torch.Tensor]:
+    """Means of k alone and of v alone, then dk, dv, and what was handed over beside them."""
+    nothing, v_mean = both(case, None, v, cu)
+    k_means, none = both(case, k, None, cu)
+    assert nothing == () and none is None
+    dk, dv, *beside = (torch.full_like(x, 7) for x in (k, v, k, v))
+    unpool(k_means[0], None, dk, beside[1], **cu, **case.options)
+    unpool(None, v_mean, beside[0], dv, **cu, **case.options)
+    return [*k_means, v_mean, dk, dv, *beside]
+
+
+def traced(index: int) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
+    """In a worker: means and gradients, of both tensors and of each alone."""
     case = TRACED[index]
-    leading = (sum(case.lengths),) if case.lengths else (case.B, case.T)
-    k, v = (torch.empty(*leading, case.H, D, dtype=case.dtype, device="cuda") for D in (case.D, case.Dv))
-    starts, total = {}, {}
+    k, v = (torch.empty(case.shape(D), dtype=case.dtype, device="cuda") for D in (case.D, case.Dv))
+    cu = {}
     if case.lengths:
-        names = ("cu_seqlens", "cu_blocks")
-        starts = {name: torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda") for name in names}
-        total = {"total_blocks": case.blocks}
-    k_means, v_mean = pool(k, v, k_dtypes=case.k_dtypes, v_dtype=case.dtype, **starts, **total, **case.options)
+        cu = {
+            n: torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda") for n in ("cu_seqlens", "cu_blocks")
+        }
+    k_means, v_mean = both(case, k, v, cu)
     gradients = torch.empty_like(k), torch.empty_like(v)
-    unpool(k_means[0], v_mean, *gradients, **starts, **case.options)
-    return [(tuple(t.shape), t.dtype) for t in (*k_means, v_mean, *gradients)]
+    unpool(k_means[0], v_mean, *gradients, **cu, **case.options)
+    alone = one_alone(case, k, v, cu)[: len(k_means) + 3]
+    return [[(tuple(x.shape), x.dtype) for x in each] for each in ((*k_means, v_mean, *gradients), alone)]
 
 
 @pytest.mark.parametrize("index", range(len(TRACED)), ids=lambda i: str(TRACED[i]))
 def test_kernels_are_traced(compiler: Worker, index: int) -> None:
     case = TRACED[index]
-    leading = (sum(case.lengths),) if case.lengths else (case.B, case.T)
-    blocks = (case.blocks,) if case.lengths else (case.B, case.blocks)
-    assert compiler.trace(trace_both, index) == [
-        *(((*blocks, case.H, case.D), dtype) for dtype in case.k_dtypes),
-        ((*blocks, case.H, case.Dv), case.dtype),
-        ((*leading, case.H, case.D), case.dtype),
-        ((*leading, case.H, case.Dv), case.dtype),
-    ]
-
-
-def both(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **case.starts(), **case.options)
-    return pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
-
-
-def one_alone(case: Case, k: torch.Tensor, v: torch.Tensor, starts: dict) -> list[torch.Tensor]:
-    """Means of k alone and of v alone, then dk, dv, and what was handed over beside them."""
-    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **starts, **case.options)
-    total = {"total_blocks": case.blocks} if case.lengths else {}
-    nothing, v_mean = pool(None, v, **static, **total)
-    k_means, none = pool(k, None, **static, **total)
-    assert nothing == () and none is None
-    dk, dv, *beside = (torch.full_like(x, 7) for x in (k, v, k, v))
-    unpool(k_means[0], None, dk, beside[1], **starts, **case.options)
-    unpool(None, v_mean, beside[0], dv, **starts, **case.options)
-    return [*k_means, v_mean, dk, dv, *beside]
-
-
-def trace_alone() -> list[tuple[tuple[int, ...], torch.dtype]]:
-    case = TRACED[2]
-    k, v = (torch.empty(sum(case.lengths), case.H, D, dtype=case.dtype, device="cuda") for D in (case.D, case.Dv))
-    starts = {name: torch.empty(3, dtype=torch.int32, device="cuda") for name in ("cu_seqlens", "cu_blocks")}
-    return [(tuple(t.shape), t.dtype) for t in one_alone(case, k, v, starts)[:3]]
-
-
-def test_kernels_of_one_tensor_are_traced(compiler: Worker) -> None:
-    case = TRACED[2]
-    of = [(case.D, dtype) for dtype in case.k_dtypes] + [(case.Dv, case.dtype)]
-    assert compiler.trace(trace_alone) == [((case.blocks, case.H, D), dtype) for D, dtype in of]
+    means = [(case.shape(case.D, case.blocks), dtype) for dtype in case.k_dtypes]
+    means.append((case.shape(case.Dv, case.blocks), case.dtype))
+    gradients = [(case.shape(D), case.dtype) for D in (case.D, case.Dv)]
+    assert compiler.trace(traced, index) == [means + gradients] * 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES[4:14], ids=str)
 def test_one_alone_has_the_bits_that_it_has_with_the_other(case: Case) -> None:
     k, v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
-    (k_mean, *others), v_mean = both(case, k, v)
+    (k_mean, *others), v_mean = both(case, k, v, case.starts())
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     unpool(k_mean, v_mean, dk, dv, **case.starts(), **case.options)
     expected = [k_mean, *others, v_mean, dk, dv, torch.full_like(k, 7), torch.full_like(v, 7)]
@@ -216,7 +198,7 @@ def test_means_are_the_definitions(case: Case) -> None:
     sizes = [(case.D, dtype) for dtype in case.k_dtypes] + [(case.Dv, case.dtype)]
     poison = [filled(case.tensor(*of, case.blocks)) for of in sizes]
     del poison
-    k_means, v_mean = both(case, k, v)
+    k_means, v_mean = both(case, k, v, case.starts())
     # Products of a sum of l numbers of size one: fp32 rounding of that sum.
     torch.testing.assert_close(k_means[0].double(), case.means(k), rtol=1e-6, atol=1e-6, msg=lambda m: f"{case}: {m}")
     for other in k_means[1:]:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from fa_compile import Worker
+from kernel_cases import poison, starts
 
 from nsa_layer.kernels.union_lists import key_csr
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
@@ -130,25 +131,18 @@ def made(case: Case, lists: list[torch.Tensor]):
     given = torch.stack([given, torch.zeros_like(given)], dim=-1)[..., 0]
     device = given.device
 
-    def numbers(of: list[int]) -> torch.Tensor:
-        return torch.tensor(of, dtype=torch.int32, device="cpu").to(device)
-
-    def starts(of: list[int]) -> torch.Tensor:
-        return numbers([*accumulate(of, initial=0)])
-
     longest = max if case.packed else min
     where = dict(keys=longest(case.keys), queries=longest(case.sequences), q_tile=case.q_tile)
     if case.ahead is not None:
-        where |= dict(q_offset=numbers(case.offsets))
+        where |= dict(q_offset=torch.tensor(case.offsets, dtype=torch.int32, device="cpu").to(device))
     unions_at, pairs_at = {}, dict(heads=case.heads // case.parts)
     if case.packed:
-        where |= dict(cu_seqlens=starts(case.sequences), cu_lists=starts(case.lists))
+        where |= dict(cu_seqlens=starts(case.sequences, device), cu_lists=starts(case.lists, device))
         tiles, blocks = tiles_of(case), blocks_of(case)
-        unions_at |= dict(cu_seqlens_k=starts(case.keys), cu_tiles=starts(tiles), tiles=sum(tiles) + 1)
-        pairs_at |= dict(cu_blocks=starts(blocks), blocks=sum(blocks), queries=sum(case.sequences))
+        unions_at |= dict(cu_seqlens_k=starts(case.keys, device), cu_tiles=starts(tiles, device), tiles=sum(tiles) + 1)
+        pairs_at |= dict(cu_blocks=starts(blocks, device), blocks=sum(blocks), queries=sum(case.sequences))
     for _ in range(2):
-        poison = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]
-        del poison
+        poison(device)
         where |= dict(block_size=case.block_size, causal=case.causal)
         unions = union_lists(given, **where | unions_at, G=case.G)
         pairs = pairs_by_block(given, **where | pairs_at, cap=case.cap)
