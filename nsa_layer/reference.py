@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.call_spec import (
+    SELECTED_ALONE,
     Aux,
     CallSpec,
     CallTensors,
@@ -29,7 +30,7 @@ class SelectionScores:
     Attributes:
         values: [M, Hs, blocks] in the accumulation dtype, -inf where a block is no candidate; Hs = Hkv, Hq with
             ``rule="seed"``.
-        candidates: [M, 1, blocks], blocks that a tile may choose: complete ones, and its own where none is forced.
+        candidates: [M, 1, blocks], blocks that a tile may select: complete ones, and its own where none is forced.
         forced: [M, 1, blocks], blocks that a tile lists in any case, ``block_counts`` at most.
     """
 
@@ -55,14 +56,14 @@ def compress(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig)
 
 
 def tile_query(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.Tensor:
-    """The query that chooses for each tile: q [T, Hq, D] -> [M, Hq, D], in the accumulation dtype."""
+    """The query that selects for each tile: q [T, Hq, D] -> [M, Hq, D], in the accumulation dtype."""
     q = q.to(accumulation_dtype(q.dtype))
     before = causal and config.rule == "nsa"
     queries = []
     for start in range(0, q.shape[0], config.q_tile):
-        own = slice(start, start + config.q_tile)
+        tile = slice(start, start + config.q_tile)
         until_first = slice(max(0, start - config.q_tile + 1), start + 1)
-        queries.append(mean(q[until_first if before else own], 0))
+        queries.append(mean(q[until_first if before else tile], 0))
     return torch.stack(queries)
 
 
@@ -86,9 +87,9 @@ def selection_scores(
     """Scores every block of one sequence for every tile of its queries.
 
     Args:
-        q: [T, Hq, D], with choices by token any stretch of a sequence of S tokens (None: T), from position q_offset on.
-        k_cmp: [Tc, Hkv, D]; for each token's own choice the keys of the compressed branch, rounded, otherwise as
-            `compress` returns them: projected, not rounded.
+        q: [T, Hq, D]; by token any consecutive queries of a sequence of S tokens (None: T), from position q_offset on.
+        k_cmp: [Tc, Hkv, D]; by token the keys of the compressed branch, rounded, otherwise as `compress` returns them:
+            projected, not rounded.
     """
     S, size = q.shape[0] if S is None else S, config.block_size
     start = torch.arange(config.num_blocks(S), device=q.device) * size
@@ -97,10 +98,10 @@ def selection_scores(
     complete = (start + size <= S).expand(len(first), -1)
     if causal:
         complete = complete & (start <= last if config.rule == "seed" else start + size - 1 <= first)
-    own = (start + size > first) & (start <= last)
-    candidates = complete | own if causal and config.chooses_own else complete
+    in_tile = (start + size > first) & (start <= last)
+    candidates = complete | in_tile if causal and config.chooses_own else complete
     back = first // size - start // size  # blocks from a block to the tile's first one
-    forced = (back < config.local_blocks) & (start <= last) if config.local_blocks else torch.zeros_like(own)
+    forced = (back < config.local_blocks) & (start <= last) if config.local_blocks else torch.zeros_like(in_tile)
     forced = forced | ((start // size < config.init_blocks) & ((start <= last) | (not causal)))
     # The own block goes first, then newer before older; without the causal mask those behind the own one last.
     order = start.where(start <= last, -start).masked_fill(~forced, -1 - S)
@@ -181,20 +182,18 @@ def compressed_mask(
 def selected_mask(
     block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool, q_offset: int = 0, S: int | None = None
 ) -> torch.Tensor:
-    """Mask of the keys that each query sees through its tile's list [M, Hs, n]: bool [Hs, T, S]."""
+    """Mask of the keys that each query sees through its tile's list [M, Hs, n]: bool [Hs, T, S].
+
+    Entries that are no block of the sequence are padding.
+    """
     S = T if S is None else S
-    visible = listed_mask(block_indices, T, S, q_tile=config.q_tile, block_size=config.block_size)
-    return visible.tril(q_offset) if causal else visible
-
-
-def listed_mask(block_indices: torch.Tensor, T: int, S: int, *, q_tile: int, block_size: int) -> torch.Tensor:
-    """Mask of the keys of the blocks listed for each query's tile, -1 and what lies outside aside: bool [Hs, T, S]."""
-    N = -(-S // block_size)
+    N = config.num_blocks(S)
     inside = (block_indices >= 0) & (block_indices < N)
     listed = block_indices.new_zeros(*block_indices.shape[:2], N + 1, dtype=torch.bool)
     listed = listed.scatter(-1, block_indices.long().where(inside, N), True)
     query, key = (torch.arange(length, device=listed.device) for length in (T, S))
-    return listed[query // q_tile].transpose(0, 1)[:, :, key // block_size]
+    visible = listed[query // config.q_tile].transpose(0, 1)[:, :, key // config.block_size]
+    return visible.tril(q_offset) if causal else visible
 
 
 def window_mask(
@@ -249,80 +248,69 @@ def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
 
     Args:
         tensors: shapes as in `nsa`, packed with ``spec.lengths``; ``cu_seqlens`` is not read. With ``q_offset`` keys
-            have a length of their own, packed ``spec.lengths_k``. Lists are used in place of a choice.
+            have a length of their own, packed ``spec.lengths_k``. Lists of the caller replace the selection.
 
     Returns:
         o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
     """
-    branches, lses, choice = attend_branches(tensors, spec=spec)
+    branches, lses, block_indices = attend_branches(tensors, spec=spec)
     g = gate_values(tensors.q, tensors.gate_weight, tensors.gates)
     o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches))
-    return o.to(tensors.q.dtype), Aux(choice, g.detach(), *(lse.detach() for lse in lses))
+    return o.to(tensors.q.dtype), Aux(block_indices, g.detach(), *(lse.detach() for lse in lses))
 
 
 def attend_branches(
     tensors: CallTensors, *, spec: CallSpec
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The branches before the gate; arguments as for `attend`.
+    """The branches of ``spec`` before the gate; arguments as for `attend`, or as `selected_attention` has checked them.
 
     Returns:
-        Their outputs, shaped like that of `attend`, without a window two; three LSEs and the choice of blocks, shaped
-        as in `Aux`; the LSEs are differentiable here.
+        Their outputs, shaped like that of `attend`, without a window two; their LSEs, with one for no window, and the
+        selected blocks, shaped as in `Aux`; the LSEs are differentiable here.
     """
-    packed, sequences, q_offset = spec.lengths is not None, list(tensors.sequences(spec)), tensors.q_offset
+    packed, sequences = spec.lengths is not None, list(tensors.sequences(spec))
     width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else tensors.k.shape[1])
-    if q_offset is not None and tensors.block_indices is None:
-        require_choice_by_token(spec.config)
-    offsets = [0] * len(sequences) if q_offset is None else q_offset.tolist()
-    results = [_attend_sequence(own, spec, width, at) for own, at in zip(sequences, offsets, strict=True)]
-    branches, lses, choices = zip(*results, strict=True)
+    if tensors.q_offset is None:
+        offsets = [len(x.k) - len(x.q) for x in sequences]
+    else:
+        offsets = tensors.q_offset.tolist()
+        if tensors.block_indices is None:
+            require_choice_by_token(spec.config)
+    pairs = zip(sequences, offsets, strict=True)
+    results = [_attend_sequence(x, spec, width, q_offset) for x, q_offset in pairs if len(x.q)]
+    branches, lses, lists = zip(*results, strict=True)
     branches = [(torch.cat if packed else torch.stack)(o) for o in zip(*branches, strict=True)]
     lses = [torch.cat(lse, dim=-1) if packed else torch.stack(lse) for lse in zip(*lses, strict=True)]
-    return branches, lses, (torch.cat if packed else torch.stack)(choices)
+    return branches, lses, (torch.cat if packed else torch.stack)(lists)
 
 
 def _attend_sequence(
     tensors: CallTensors, spec: CallSpec, width: int, q_offset: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The branches' outputs and LSEs, and the choice of blocks [M, Hs, width], for one sequence [T, H, D]."""
+    """The branches' outputs and LSEs, and the selected blocks [M, Hs, width], for one sequence [T, H, D]."""
     q, k, v, block_indices, k_cmp, v_cmp = *tensors[:3], tensors.block_indices, tensors.k_cmp, tensors.v_cmp
-    config, causal, T, S = spec.config, spec.causal, q.shape[0], k.shape[0]
-    if T == 0:
-        heads = q.shape[1] if config.rule == "seed" else k.shape[1]
-        lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
-        nothing = q.new_empty((0, q.shape[1], v.shape[2]))
-        none = q.new_empty((0, heads, width), dtype=torch.int32)
-        return [nothing] * config.num_branches, [lse] * 3, none if block_indices is None else block_indices
+    config, T, S, scale = spec.config, q.shape[0], k.shape[0], dict(softmax_scale=spec.softmax_scale)
+    static = dict(config=config, causal=spec.causal, q_offset=q_offset)
+    if spec.branches == SELECTED_ALONE:
+        o, lse = attention(q, k, v, selected_mask(block_indices, T, **static, S=S), **scale)
+        return [o], [lse], block_indices
     k_cmp = compress(k, tensors.compress_k_weight, config=config) if k_cmp is None else k_cmp
     v_cmp = compress(v, tensors.compress_v_weight, config=config) if v_cmp is None else v_cmp
-    static = dict(config=config, causal=causal, q_offset=q_offset)
     if block_indices is None:
-        scoring = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
-        scores = selection_scores(q, scoring, **static, S=S, softmax_scale=spec.softmax_scale)
+        scored = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
+        scores = selection_scores(q, scored, **static, S=S, **scale)
         block_indices = select_blocks(scores, config=config, width=width)
     masked = (
         (k_cmp.to(k.dtype), v_cmp.to(v.dtype), compressed_mask(T, k_cmp.shape[0], **static, device=q.device)),
         (k, v, selected_mask(block_indices, T, **static, S=S)),
         (*tensors.of_window, window_mask(T, **static, S=S, device=q.device)),
     )
-    results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
+    results = [attention(q, keys, values, mask, **scale) for keys, values, mask in masked]
     # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
     return [o for o, _ in results[: config.num_branches]], [lse for _, lse in results], block_indices
 
 
 def attend_selected(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to listed blocks alone; arguments as `selected_attention` has checked them.
-
-    Returns:
-        o [B, T, Hq, Dv] and the LSE [B, Hq, T], packed [total, Hq, Dv] and [Hq, total]; the LSE is differentiable.
-    """
-    packed, sequences, results = spec.lengths is not None, list(tensors.sequences(spec)), []
-    offsets = [len(own.k) - len(own.q) for own in sequences] if tensors.q_offset is None else tensors.q_offset.tolist()
-    for own, first in zip(sequences, offsets, strict=True):
-        T, S, config = len(own.q), len(own.k), spec.config
-        position = torch.arange(T, device=own.q.device)[:, None] + first
-        visible = listed_mask(own.block_indices, T, S, q_tile=config.q_tile, block_size=config.block_size)
-        visible = visible & ((torch.arange(S, device=own.q.device) <= position) | (not spec.causal))
-        results.append(attention(*own[:3], visible, softmax_scale=spec.softmax_scale))
-    o, lse = zip(*results)
-    return (torch.cat(o), torch.cat(lse, dim=1)) if packed else (torch.stack(o), torch.stack(lse))
+    """o and the differentiable LSE, shaped as of `attend`, of the selected branch alone."""
+    (o,), (lse,), _ = attend_branches(tensors, spec=spec)
+    return o, lse
