@@ -20,7 +20,7 @@ from nsa_layer import NSAConfig
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_layer.operators import attend
 from nsa_tools.testing.assertions import assert_close_to_reference
-from nsa_tools.testing.cases import Case, make_inputs, run
+from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 from nsa_tools.testing.covering_calls import covering
 
 pytestmark = pytest.mark.gpu
@@ -177,34 +177,21 @@ def test_options(D: int, options: dict) -> None:
 @pytest.mark.parametrize(("block_size", "D"), [(64, 128), (128, 64)])
 def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> None:
     """Its keys and values are made huge: a tile of the kernels holds it too, yet everything keeps its bits."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-    from nsa_layer.cute import selected_branch
-    from nsa_layer.cute.forward import attend as attend_branch
-
-    T, config = 2048, by_tile(block_size=block_size, block_counts=4)
-    case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
-    inputs = make_inputs(case, "cuda")
-    q, chosen = inputs.q, run("cute", inputs).aux.block_indices.transpose(1, 2).contiguous()
-    given = dict(spec=case.spec, block_counts=(chosen >= 0).sum(-1, dtype=torch.int32))
-    forward, backward = (
-        selected_branch.selected_options(chosen, T, (4, 2), **given, backward=b) for b in (False, True)
-    )
-    tile = 10
-    rows = slice(tile * config.q_tile, (tile + 1) * config.q_tile)
-    listed = set(chosen[0, :, tile].flatten().tolist())
-    beside = [j for j in range(rows.start // block_size) if j not in listed and {j - 1, j + 1} & listed]
-    tokens = slice(beside[0] * block_size, (beside[0] + 1) * block_size)
+    # The selected branch alone reads k and v.
+    config, sizes = by_tile(block_size=block_size, block_counts=4), dict(T=2048, Hq=4, Hkv=2, D=D)
+    inputs = make_inputs(Case(**sizes, dtype=torch.bfloat16, config=config, own_keys=OWN_KEYS), "cuda")
+    listed = {*run("cute", inputs).aux.block_indices[0, 10].flatten().tolist()}
+    beside = [j for j in range(10 * 128 // block_size) if j not in listed and {j - 1, j + 1} & listed]
+    tokens, rows = slice(beside[0] * block_size, (beside[0] + 1) * block_size), slice(1280, 1408)
     outcomes = []
     for scale in (1.0, 1e4):
-        k, v = inputs.k.clone(), inputs.v.clone()
+        k, v, do = inputs.k.clone(), inputs.v.clone(), torch.zeros_like(inputs.do)
         k[:, tokens] *= scale
         v[:, tokens] *= scale
-        o, lse = attend_branch(q, k, v, case.spec, forward)
-        do = torch.zeros_like(o)
         do[:, rows] = inputs.do[:, rows]
-        dq, dk, dv = _flash_attn_bwd(q, k, v, o, do, lse, **backward)
-        assert dk[:, tokens].eq(0).all() and dv[:, tokens].eq(0).all(), "a block that is not chosen has a gradient"
-        assert dq[:, rows].isfinite().all()
-        outcomes.append((o[:, rows], lse[..., rows]))
-    for plain, with_huge in zip(*outcomes):
-        assert torch.equal(plain, with_huge)
+        got = run("cute", replace(inputs, k=k, v=v, do=do))
+        for name in "kv":
+            assert got.grads[name][:, tokens].eq(0).all(), "a block that is not chosen has a gradient"
+        assert got.grads["q"][:, rows].isfinite().all()
+        outcomes.append((got.o[:, rows], got.aux.lse_slc[..., rows], got.aux.block_indices))
+    assert all(map(torch.equal, *outcomes))

@@ -10,7 +10,7 @@ from layer_calls import needs_hopper
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
 from nsa_layer.call_spec import CallTensors
-from nsa_layer.cute.memory_plan import ITEMS, Sizes, plan_memory, predict, rows_of_item
+from nsa_layer.cute.memory_plan import Sizes, plan_memory, predict
 from nsa_layer.operators import attend
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.assertions import assert_close_to_reference
@@ -46,28 +46,6 @@ def test_schedules_keep_to_the_budget_and_take_every_head_once(Hkv: int, needs_g
         assert least or peak(sizes, MemoryPolicy(budget=budget)) <= budget
         seen.add((plan.groups, plan.kept))
     assert len(seen) > 1 or (Hkv == 1 and not needs_grad)
-
-
-def test_lists_by_token_take_what_their_unions_have_room_for() -> None:
-    """4,096 tokens have 64 blocks; a tile of one head's queries, 128 tokens of 16 entries, could list 2,048."""
-    T, heads, everything = 4096, 8, (True, True, True)
-    sizes = SIZES._replace(tokens=T, Hq=heads, q_tile=1)
-    parts = predict(sizes, heads, everything)
-    rows, compressed = 6 * 4 * T * heads, T // 64 * heads * (256 * 2 + 128 * 4)
-    unions = T // 128 * heads * (1 + 64 * (1 + 4)) * 4  # counts, entries, four words of bits each
-    assert parts["forward"] == rows + compressed + unions
-    packed = sizes._replace(longest=1024)
-    assert predict(packed, heads, everything)["forward"] == rows + compressed + T // 128 * heads * (1 + 16 * 5) * 4
-    # 524,288 pairs in items of 4,096 at most have 256 partial sums, more than dq's accumulator.
-    base, dq, dk_dv = rows + 2 * compressed + unions, 4 * T * heads * 128, 4 * T * heads * 256
-    for block_size in (64, 128):
-        blocks = T // block_size * heads
-        pairs = 4 * 524288 + (128 + blocks) * 16 + 4 * blocks + 256 * block_size * 256 * 4
-        found = predict(sizes._replace(block_size=block_size), heads, everything)
-        assert found["backward"] == base + dk_dv + pairs
-    short = sizes._replace(list_width=8)
-    assert predict(short, heads, everything)["backward"] == base + dk_dv + dq
-    assert parts["saved"] == 3 * T * heads * 256 + 24 * T * heads + T // 64 * heads * 512 + 4 * 524288
 
 
 def test_without_backward_nothing_is_kept() -> None:
@@ -158,9 +136,3 @@ def test_a_budget_lowers_the_peak_and_the_prediction_holds(q_tile: int, gate: st
         predicted = parts["saved"] + max(parts["forward"], parts["backward"]) + parts["gradients"]
         assert 0.95 < peaks[-1] / predicted < 1.05, (policy, peaks[-1] / predicted)
     assert peaks[0] > 1.5 * peaks[1] > 1.5 * peaks[2]
-
-
-def test_dk_and_dv_are_dealt_out_in_as_many_pieces_whatever_the_length() -> None:
-    for rows in (1 << power for power in range(22, 32)):
-        assert ITEMS <= rows / rows_of_item(rows) <= 4 * ITEMS
-    assert rows_of_item(1) == 4096

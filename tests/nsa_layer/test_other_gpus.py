@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_layer import NSAConfig, nsa
+from nsa_layer import NSAConfig
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.operators import layer, static_arguments
+from nsa_tools.testing.cases import Case, make_inputs, run
 
 CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, deterministic=True)
 
@@ -64,22 +65,9 @@ def test_each_gpu_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("lengths", [None, (300, 0, 77, 647)], ids=["batch", "packed"])
 def test_the_other_gpu_gives_the_same(lengths: tuple[int, ...] | None) -> None:
     torch.cuda.set_device(0)
-    torch.manual_seed(0)
-    lead = (2, 1024) if lengths is None else (1024,)
-    qkv = [torch.randn(*lead, H, 64, dtype=torch.bfloat16) for H in (4, 2, 2)]
-    weights = [torch.randn(4, 3, 64) * 0.1, torch.randn(2, 64, 64) * 0.1, torch.randn(2, 64, 64) * 0.1]
-    starts = None if lengths is None else torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-    def results(device: str) -> list[torch.Tensor]:
-        given = [x.to(device).requires_grad_() for x in (*qkv, *weights)]
-        q, k, v, gate_weight, w_k, w_v = given
-        options = dict(gate_weight=gate_weight, compress_k_weight=w_k, compress_v_weight=w_v, config=CONFIG)
-        cu_seqlens = None if starts is None else starts.to(device)
-        o = nsa(q, k, v, **options, cu_seqlens=cu_seqlens, backend="cute")
-        o.float().square().sum().backward()
-        assert torch.cuda.current_device() == 0
-        return [x.detach().cpu() for x in (o, *(x.grad for x in given))]
-
-    expected = results("cuda:0")
-    for got, of in zip(results("cuda:1"), expected, strict=True):
-        assert torch.equal(got, of)
+    sizes = dict(B=2, T=1024, D=64, dtype=torch.bfloat16, compress_weights=True)
+    case = Case(**sizes, lengths=lengths, config=CONFIG)
+    expected, got = (run("cute", make_inputs(case, f"cuda:{index}")) for index in (0, 1))
+    assert torch.cuda.current_device() == 0
+    for name, x in got.tensors().items():
+        assert torch.equal(x.cpu(), expected.tensors()[name].cpu()), name
