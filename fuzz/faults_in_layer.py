@@ -75,8 +75,8 @@ faults(
      given(ragged=("block_indices",))),
     ("parts not compared", SAME_ON_RANKS, "ranks", "Parts of other shapes are put together.",
      instead(lambda original, *args, **more: None if "dim" in more else original(*args, **more))),
-    ("page twice", "nsa_layer.cached_call:refuse_shared", WRONG, "A sequence may have a page twice.", without("twice")),
-    ("shared page written", "nsa_layer.cached_call:refuse_shared", WRONG,
+    ("page twice", "nsa_layer.cached_call:check_slots", WRONG, "A sequence may have a page twice.", without("twice")),
+    ("shared page written", "nsa_layer.cached_call:check_slots", WRONG,
      "A sequence may write where another one has tokens.", without("another has tokens")),
     ("expanded cache written", "nsa_layer.cached_call:refuse_aliases", WRONG,
      "Caches that are written to may be expanded, or overlap.", always(None)),
@@ -168,7 +168,7 @@ def _alone(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     original(cp, checks, **more)
 
 
-@fault("no copy on write", "nsa_layer.kvcache.nsa_cache:_Pages.reserve", STEPS)
+@fault("no copy on write", "nsa_layer.kvcache.page_allocator:PageAllocator.reserve", STEPS)
 @instead
 def _copy(original: Callable, pages: Any, spans: Any) -> None:
     """A page that several sequences have is written to by each."""

@@ -8,31 +8,23 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_layer.call_spec import DIFFERENTIABLE, require_choice_by_token
-from nsa_layer.checks import (
-    BATCH,
-    PACKED,
-    check_exclusive,
-    check_groups,
-    check_lengths,
-    check_lists,
-    check_scale,
-    check_starts,
-    check_tensor,
-    leaves_starts_on_gpu,
-    require_config,
-)
+from nsa_layer import checks
+from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, require_choice_by_token
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.derivatives import is_transformed
 
 Tensor = torch.Tensor
 TOKEN_CACHES = ("k", "v", "k_win", "v_win")
 COMPRESSED_CACHES = ("k_cmp", "v_cmp")
+CACHES = tuple(f"{name}_cache" for name in (*TOKEN_CACHES, *COMPRESSED_CACHES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedCall:
-    """The tensors of one call, shaped as `nsa_with_kvcache` says, and its options."""
+    """The arguments of one call, shaped as `nsa_with_kvcache` says; first the tensors of its operator, in their order.
+
+    Its static side is a `CallSpec`, whose lengths and bound are those of the queries.
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -43,7 +35,6 @@ class CachedCall:
     page_table: Tensor | None = None
     cache_batch_idx: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
-    max_seqlen_q: int | None = None
     k_cmp_cache: Tensor | None = None
     v_cmp_cache: Tensor | None = None
     cmp_page_table: Tensor | None = None
@@ -57,9 +48,10 @@ class CachedCall:
     gates: Tensor | None = None
     compress_k_weight: Tensor | None = None
     compress_v_weight: Tensor | None = None
+    block_indices: Tensor | None = None
     config: NSAConfig
     softmax_scale: float | None = None
-    block_indices: Tensor | None = None
+    max_seqlen_q: int | None = None
     num_splits: int = 0
     out: Tensor | None = None
 
@@ -73,87 +65,112 @@ class CachedCall:
         return len(self.cu_seqlens_q) - 1 if self.packed else self.q.shape[0]
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Tokens that a sequence may have in the caches."""
         page = self.k_cache.shape[1]
         return page if self.page_table is None else page * self.page_table.shape[1]
 
     @property
-    def most_queries(self) -> int:
-        """Queries at most of a packed sequence, as far as shapes and ``max_seqlen_q`` say."""
-        return min(self.q.shape[0] if self.max_seqlen_q is None else self.max_seqlen_q, self.q.shape[0], self.room)
+    def q_heads_per_list(self) -> int:
+        """Query heads that share a list of blocks."""
+        lists = self.k_cache if self.block_indices is None else self.block_indices
+        return self.q.shape[-2] // lists.shape[-2]
 
-    @property
-    def bytes_of_room(self) -> int:
-        """Bytes of the tokens that a sequence may have."""
-        return sum(self.room * x.shape[2:].numel() * x.element_size() for x in self.caches(TOKEN_CACHES).values())
+    def longest(self, spec: CallSpec) -> int:
+        """Queries of a sequence, at most."""
+        return self.q.shape[1] if not self.packed else spec.bound or max(spec.lengths)
+
+    def lengths(self, spec: CallSpec) -> tuple[int, ...] | None:
+        """Queries of each sequence; None: the GPU alone knows them."""
+        return spec.lengths if self.packed else (self.q.shape[1],) * self.q.shape[0]
 
     def caches(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """The caches that are given, by name, of `TOKEN_CACHES` or `COMPRESSED_CACHES`."""
         named = {name: getattr(self, f"{name}_cache") for name in names}
         return {name: x for name, x in named.items() if x is not None}
 
-    def filled(self, T: int) -> int:
+    def most_completed(self, T: int) -> int:
         """The most blocks of compression that T tokens can complete."""
         return -(-T // self.config.stride)
 
 
-def check_call(
-    call: CachedCall, *, backend: str | None = "reference", validate: bool = True
-) -> tuple[tuple[int, ...] | None, float]:
-    """Check everything but the numbers on the device.
+TENSORS = tuple(CachedCall.__dataclass_fields__)[:-5]
 
-    Returns:
-        The number of queries of each sequence, as `query_lengths` gives it, and the factor of q . k.
+
+def check_call(call: CachedCall, *, backend: str | None = "reference", validate: bool = True) -> CallSpec:
+    """Check everything but the numbers on the device, and return the static side of the call.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
         NotImplementedError: the configuration is of queries that a cache cannot serve.
     """
-    _check_config(call)
     q, paged, config = call.q, call.page_table is not None, call.config
-    layout = (PACKED if call.packed else BATCH) | dict(keys="total" if call.packed else "B T")
-    check_tensor("q", q, q, sizes := {}, layout)
+    _check_options(call)
+    layout = (checks.PACKED if call.packed else checks.BATCH) | dict(keys="total" if call.packed else "B T")
+
+    def check(*names: str, sizes: dict[str, int]) -> None:
+        for name in names:
+            checks.check_tensor(name, getattr(call, name), q, sizes, layout)
+
+    check("q", sizes=(sizes := {}))
     if call.packed:
-        check_starts(call.cu_seqlens_q, "cu_seqlens_q")
+        checks.check_starts(call.cu_seqlens_q, "cu_seqlens_q")
     else:
-        sizes["Tc"] = call.filled(q.shape[1])
+        sizes["Tc"] = call.most_completed(q.shape[1])
     sizes["B"] = call.B
     if not paged and call.cache_batch_idx is None:
         sizes["rows"] = call.B
-    for name in TOKEN_CACHES:
-        check_tensor(f"{name}_cache", getattr(call, f"{name}_cache"), q, sizes, layout)
-    check_groups(sizes, "k_cache")
+    check(*CACHES[:4], sizes=sizes)
+    checks.check_groups(sizes, "k_cache")
     S = sizes["S"]
-    if paged:  # those of compressed keys are pages of another table
-        sizes["Sc"] = S // config.stride
-    else:
-        sizes["rows_cmp"] = sizes["rows"]
-    for name, x in call.caches(COMPRESSED_CACHES).items():
-        check_tensor(f"{name}_cache", x, q, sizes if paged else dict(sizes), layout)
-        if not paged and x.shape[1] < (least := config.compressed_length(S)):
-            raise ValueError(f"{name}_cache must have room for the {least} keys of {S} tokens, got {x.shape[1]}")
-    _check_places(call, sizes, layout)
-    lengths = _check_lengths(call, backend, validate)
-    if call.packed and lengths is not None:
-        sizes["blocks"] = sum(map(call.filled, lengths))
-    check_exclusive(call)
-    for name in DIFFERENTIABLE[1:]:
-        check_tensor(name, getattr(call, name), q, dict(sizes), layout)
-    check_tensor("out", call.out, q, sizes, layout)
+    sizes |= {"Sc": S // config.stride} if paged else {"rows_cmp": sizes["rows"]}  # compressed pages have a table
+    for name in CACHES[4:]:
+        check(name, sizes=sizes if paged else dict(sizes))
+        x, least = getattr(call, name), config.compressed_length(S)
+        if x is not None and not paged and x.shape[1] < least:
+            raise ValueError(f"{name} must have room for the {least} keys of {S} tokens, got {x.shape[1]}")
+    numbers = ("page_table", "cmp_page_table", "cache_batch_idx", "cache_seqlens")
+    check(*numbers[: 4 if isinstance(call.cache_seqlens, Tensor) else 3], sizes=sizes)
+    _check_tables(call, S)
+    checks.check_exclusive(call)
+    spec = spec_of(call, checks.check_scale(call.softmax_scale, q.shape[-1]), backend=backend, validate=validate)
+    if call.packed and spec.lengths is not None:
+        sizes["blocks"] = sum(map(call.most_completed, spec.lengths))
+    for name in (*DIFFERENTIABLE[1:], "out"):
+        check(name, sizes=dict(sizes))
     _check_new(call)
     if call.out is not None:
         _refuse_overlap("out", call.out)
     if call.block_indices is not None:
-        of = lengths if call.packed else call.q.shape[1:2]
-        tiles = None if of is None else list(map(call.config.num_tiles, of))
-        check_lists(call.block_indices, call.q, call.k_cache.shape[2], tiles, packed=call.packed)
-    return lengths, check_scale(call.softmax_scale, call.q.shape[-1])
+        lengths = spec.lengths if call.packed else q.shape[1:2]
+        tiles = None if lengths is None else list(map(config.num_tiles, lengths))
+        checks.check_lists(call.block_indices, q, call.k_cache.shape[2], tiles, packed=call.packed)
+    return spec
 
 
-def _check_config(call: CachedCall) -> None:
+def spec_of(call: CachedCall, softmax_scale: float, *, backend: str | None, validate: bool) -> CallSpec:
+    """The static side of a call, whose packed lengths are read and checked.
+
+    They are left on the GPU, with a bound in their place, for kernels that attend to all sequences at once, without
+    ``validate``; in a graph the operator reads them when it runs.
+    """
+    q, bound = call.q, None
+    static, listed = (call.config, True, softmax_scale), call.block_indices is not None
+    if call.packed and not validate and checks.leaves_starts_on_gpu(backend, call.cu_seqlens_q, q):
+        from nsa_layer.cute.kvcache import needs_host_lengths
+
+        bound = min(call.max_seqlen_q or q.shape[0], q.shape[0], call.capacity)
+        bound = None if needs_host_lengths(call, CallSpec(*static, listed=listed, bound=bound)) else bound
+    lengths = checks.check_packed_lengths(call.cu_seqlens_q, call.max_seqlen_q, q, suffix="_q", read=bound is None)
+    longest = max(lengths) if lengths is not None else 0 if call.packed else q.shape[1]
+    if longest > call.capacity:
+        raise ValueError(f"q must have at most {call.capacity} tokens a sequence, the caches' capacity, got {longest}")
+    return CallSpec(*static, lengths, listed=listed, bound=bound)
+
+
+def _check_options(call: CachedCall) -> None:
     config = call.config
-    require_config(config)
+    checks.require_config(config)
     if call.block_indices is None:
         require_choice_by_token(config, "nsa_with_kvcache")
     if config.offset < config.span - 1:
@@ -162,69 +179,83 @@ def _check_config(call: CachedCall) -> None:
             f"not there yet; use compress_offset >= compress_size - 1 = {config.span - 1}"
         )
     require_int("num_splits", call.num_splits, least=0)
+    if not isinstance(call.cache_seqlens, Tensor):
+        require_int("cache_seqlens", call.cache_seqlens, least=0)
 
 
-def query_lengths(call: CachedCall, *, backend: str | None, validate: bool) -> tuple[int, ...] | None:
-    """Queries of each sequence.
+def _check_tables(call: CachedCall, S: int) -> None:
+    """Tables belong to caches of pages, whose size is S."""
+    paged = call.page_table is not None
+    if paged and call.cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx and page_table exclude each other, got both; permute the table's rows")
+    if paged and S % call.config.block_size:
+        raise ValueError(f"k_cache's pages must have a multiple of {call.config.block_size} tokens, got {S}")
+    if (paged and bool(call.caches(COMPRESSED_CACHES))) != (call.cmp_page_table is not None):
+        raise ValueError("cmp_page_table must be given where compressed caches have pages, and nowhere else")
 
-    None in a graph with packed ones, where the operator checks them when it runs, and for kernels that leave those of
-    ``cu_seqlens_q`` on the GPU there, without ``validate``, where they attend to all sequences at a time.
+
+def _check_new(call: CachedCall) -> None:
+    """New keys and values have caches to be written to."""
+    of_window = ("k_win", "v_win", "k_win_cache", "v_win_cache")
+    if not call.config.window_size and (found := [name for name in of_window if getattr(call, name) is not None]):
+        raise ValueError(f"{found[0]} must be None where there is no window, got one with window_size=0")
+    if (call.k is None) != (call.v is None):
+        raise ValueError("k and v must be given together, or neither")
+    for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
+        x, cache = getattr(call, name), getattr(call, f"{name}_cache")
+        if x is not None and cache is None:
+            raise ValueError(f"{name} needs {name}_cache to be written to, got none")
+        if "win" in name and cache is not None and (x is None) != (call.k is None):
+            raise ValueError(f"{name} must be given where k is and {name}_cache is, and where neither is not")
+
+
+def check_slots(fits: Sequence[bool], call: CachedCall, lengths: Sequence[int]) -> None:
+    """Raise ValueError for slots that are missing, or that a sequence shares with another one and writes to.
+
+    Args:
+        fits: for each sequence, whether the caches have slots for its tokens.
+        lengths: queries of each sequence.
     """
-    if not call.packed:
-        return (call.q.shape[1],) * call.q.shape[0]
-    leave = not validate and leaves_starts_on_gpu(backend, call.cu_seqlens_q, call.q)
-    if leave:
-        from nsa_layer.cute.kvcache import goes_in_parts
-
-        leave = not goes_in_parts(call)
-    return check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q", read=not leave)
-
-
-def refuse_places(there: Sequence[bool], call: CachedCall, lengths: Sequence[int]) -> None:
-    """Raise ValueError unless all sequences have places in the caches; reads ``cache_seqlens`` then."""
-    if not all(there):
-        at = list(there).index(False)
-        tokens = int(call.cache_seqlens[at]) + (0 if call.k is None else lengths[at])
-        raise ValueError(
-            f"cache_seqlens, page tables and cache_batch_idx must lead to places in the caches; sequence {at} has "
-            f"{lengths[at]} queries and {tokens} tokens, new ones included"
-        )
-
-
-def refuse_shared(call: CachedCall, lengths: Sequence[int]) -> None:
-    """Raise ValueError where a sequence, whose places are in the caches, has a page twice or writes to another's."""
     ends = [max(0, end + (0 if call.k is None else T)) for end, T in zip(call.cache_seqlens.tolist(), lengths)]
-    written, count = [(end - T, end) for end, T in zip(ends, lengths)], call.config.compressed_length
-    made = [(count(first), count(end)) for first, end in written]
+    if not all(fits):
+        b = list(fits).index(False)
+        raise ValueError(
+            f"sequence {b} does not fit its caches, with {lengths[b]} queries and {ends[b]} tokens, new ones included: "
+            "check cache_seqlens, page tables and cache_batch_idx"
+        )
+    spans, count = [(end - T, end) for end, T in zip(ends, lengths)], call.config.compressed_length
+    compressed = [(count(first), count(end)) for first, end in spans]
     blocks = next((x.shape[1] for x in call.caches(COMPRESSED_CACHES).values()), 1)
     for name, size, spans, writes in (
-        ("page_table", call.k_cache.shape[1], written, call.k is not None),
-        ("cmp_page_table", blocks, made, True),
-        ("cache_batch_idx", call.room, written, True),
+        ("page_table", call.k_cache.shape[1], spans, call.k is not None),
+        ("cmp_page_table", blocks, compressed, True),
+        ("cache_batch_idx", call.capacity, spans, True),
     ):
         if (table := getattr(call, name)) is None:
             continue
-        rows = [row[: -(-end // size)] for row, (_, end) in zip(table.view(len(lengths), -1).tolist(), spans)]
-        lowest: dict[int, tuple[int, int]] = {}  # place of a page that is written to, and the sequence
-        for b, (row, (first, end)) in enumerate(zip(rows, spans)):
-            if lengths[b] and len(set(row)) < len(row):
-                page = next(page for i, page in enumerate(row) if page in row[:i])
+        uses = [  # a page, the sequence that has it, the first slot of the page that it writes, the last that it has
+            (page, b, max(0, first - i * size) if writes and first < end else size, min(size, end - i * size))
+            for b, (row, (first, end)) in enumerate(zip(table.view(len(lengths), -1).tolist(), spans))
+            for i, page in enumerate(row[: -(-end // size)])
+        ]
+        for (page, b), n in Counter(use[:2] for use in uses).items():
+            if n > 1 and lengths[b]:
                 raise ValueError(f"{name} must name no page of a sequence twice, got {page} twice for sequence {b}")
-            for i in range(first // size, len(row)) if writes and end > first else ():
-                lowest[row[i]] = min(lowest.get(row[i], (size, b)), (max(0, first - i * size), b))
-        for b, (row, (_, end)) in enumerate(zip(rows, spans)):
-            for i, page in enumerate(row):
-                place, writer = lowest.get(page, (size, b))
-                if writer != b and end - i * size > place:
-                    raise ValueError(
-                        f"{name} must let no two sequences write to the same place, or one where another has tokens, "
-                        f"got {page} for sequences {min(b, writer)} and {max(b, writer)}"
-                    )
+        lowest: dict[int, tuple[int, int]] = {}
+        for page, b, written, _ in uses:
+            lowest[page] = min(lowest.get(page, (size, b)), (written, b))
+        for page, b, _, end in uses:
+            written, writer = lowest[page]
+            if writer != b and end > written:
+                raise ValueError(
+                    f"{name} must let no two sequences write to the same slot, or one where another has tokens, "
+                    f"got {page} for sequences {min(b, writer)} and {max(b, writer)}"
+                )
 
 
 def refuse_aliases(call: CachedCall) -> None:
-    """Raise ValueError where what the call writes to has two elements at one address, or one of another cache."""
-    caches = {f"{name}_cache": x for name, x in call.caches((*TOKEN_CACHES, *COMPRESSED_CACHES)).items()}
+    """Raise ValueError where two elements that the call writes to, or one and another cache's, have one address."""
+    caches = {name: x for name in CACHES if (x := getattr(call, name)) is not None}
     written = {name: x for name, x in caches.items() if call.k is not None or "cmp" in name}
     for name, x in (written if call.out is None else written | {"out": call.out}).items():
         _refuse_overlap(name, x)
@@ -263,49 +294,3 @@ def _meet(x: Tensor, y: Tensor) -> bool:
 
     gap = (y.data_ptr() - x.data_ptr()) // x.element_size()
     return is_sum(gap, sorted({*high, *low} - {0}, reverse=True))
-
-
-def _check_lengths(call: CachedCall, backend: str | None, validate: bool) -> tuple[int, ...] | None:
-    if call.max_seqlen_q is not None:
-        require_int("max_seqlen_q", call.max_seqlen_q, least=1)
-        if not call.packed:
-            raise ValueError(f"max_seqlen_q is for packed q, got {call.max_seqlen_q} without cu_seqlens_q")
-    lengths = query_lengths(call, backend=backend, validate=validate)
-    if call.max_seqlen_q is not None and lengths is not None and call.max_seqlen_q < max(lengths):
-        raise ValueError(f"max_seqlen_q must be at least {max(lengths)}, got {call.max_seqlen_q}")
-    if lengths is not None and max(lengths) > call.room:
-        raise ValueError(f"q must have at most {call.room} tokens a sequence, the caches' room, got {max(lengths)}")
-    return lengths
-
-
-def _check_places(call: CachedCall, sizes: dict[str, int], layout: dict[str, str]) -> None:
-    """What says where in the caches sequences are."""
-    q, paged, S = call.q, call.page_table is not None, sizes["S"]
-    if isinstance(call.cache_seqlens, torch.Tensor):
-        check_tensor("cache_seqlens", call.cache_seqlens, q, sizes, layout)
-    else:
-        require_int("cache_seqlens", call.cache_seqlens, least=0)
-    for name in ("page_table", "cmp_page_table", "cache_batch_idx"):
-        check_tensor(name, getattr(call, name), q, sizes, layout)
-    if paged and call.cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx and page_table exclude each other, got both; permute the table's rows")
-    if paged and S % call.config.block_size:
-        raise ValueError(f"k_cache's pages must have a multiple of {call.config.block_size} tokens, got {S}")
-    wanted = paged and bool(call.caches(COMPRESSED_CACHES))
-    if wanted != (call.cmp_page_table is not None):
-        raise ValueError("cmp_page_table must be given where compressed caches have pages, and nowhere else")
-
-
-def _check_new(call: CachedCall) -> None:
-    """New keys and values have caches to be written to."""
-    of_window = ("k_win", "v_win", "k_win_cache", "v_win_cache")
-    if not call.config.window_size and (found := [name for name in of_window if getattr(call, name) is not None]):
-        raise ValueError(f"{found[0]} must be None where there is no window, got one with window_size=0")
-    if (call.k is None) != (call.v is None):
-        raise ValueError("k and v must be given together, or neither")
-    for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
-        x, cache = getattr(call, name), getattr(call, f"{name}_cache")
-        if x is not None and cache is None:
-            raise ValueError(f"{name} needs {name}_cache to be written to, got none")
-        if "win" in name and cache is not None and (x is None) != (call.k is None):
-            raise ValueError(f"{name} must be given where k is and {name}_cache is, and where neither is not")

@@ -155,7 +155,7 @@ class Signature(NamedTuple):
 
     Attributes:
         tensors: (name, shape, dtype) of each argument of `nsa`, `selected_attention` or `nsa_with_kvcache`.
-        spec: lengths of a call on caches are those of its queries, if the host knows them.
+        spec: lengths and bound of a call on caches are those of its queries.
         plan: the `MemoryPlan`; None for a call on caches.
         backward: backward too.
     """
@@ -168,7 +168,7 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, tensors: dict[str, Any], spec: CallSpec, plan: Hashable = None, **more: bool) -> Signature:
         """The signature of a call with these arguments, by name."""
-        if spec.bound is not None:  # kernels for other lengths within these bounds are the same
+        if spec.bound is not None and plan is not None:  # kernels for other lengths within these bounds are the same
             total, keys, starts_k = len(tensors["q"]), len(tensors["k"]), tensors["cu_seqlens_k"]
             lengths_k = spec.lengths_k if starts_k is None else (keys, 0)
             spec = replace(spec, lengths=(spec.bound, total - spec.bound), lengths_k=lengths_k, bound=None)

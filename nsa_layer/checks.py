@@ -186,7 +186,7 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
     sizes, layout = check_qkv(q, k, v, packed=packed)
     leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q)
     check_exclusive(tensors)
-    lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
+    lengths = check_packed_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
     if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
         bound = max_seqlen
@@ -294,18 +294,24 @@ def check_scale(softmax_scale: float | None, D: int) -> float:
     return float(softmax_scale)
 
 
-def _check_lengths(
-    cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: torch.Tensor, *, read: bool
+def check_packed_lengths(
+    cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: torch.Tensor, *, suffix: str = "", read: bool
 ) -> tuple[int, ...] | None:
+    """The lengths of packed sequences of q, at most max_seqlen; None as for `check_lengths`, and for a batch.
+
+    Args:
+        suffix: of the arguments' names.
+    """
+    starts, most = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
     if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
-        raise TypeError(f"max_seqlen must be an int or None, got {max_seqlen!r}")
+        raise TypeError(f"{most} must be an int or None, got {max_seqlen!r}")
+    if max_seqlen is not None and cu_seqlens is None:
+        raise ValueError(f"{most} is for packed input, got {max_seqlen} without {starts}")
     if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError(f"max_seqlen is for packed input, got {max_seqlen} without cu_seqlens")
         return None
-    lengths = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=read)
-    if lengths is not None and max_seqlen is not None and max_seqlen < max(lengths):
-        raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
+    lengths = check_lengths(cu_seqlens, q, starts, "q", read=read)
+    if max_seqlen is not None and max_seqlen < (longest := max(lengths or (1,))):
+        raise ValueError(f"{most} must be at least the longest sequence, {longest}, got {max_seqlen}")
     return lengths
 
 

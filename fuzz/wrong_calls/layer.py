@@ -215,7 +215,7 @@ CACHED = (
     ("cache_batch_idx", TypeError, "cache_batch_idx must be int32, got", torch.zeros(B).long()),
     ("page_table", ValueError, "cmp_page_table must be given where compressed caches have pages",
      Together(page_table=torch.zeros(B, 1).int(), k_cmp_cache=torch.zeros(B, 8, HKV, D))),
-    ("max_seqlen_q", ValueError, "max_seqlen_q is for packed q, got 20", T),
+    ("max_seqlen_q", ValueError, "max_seqlen_q is for packed input, got 20", T),
     ("cu_seqlens_q", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, 5, T)),
     ("block_indices", ValueError, r"must have shape \(2, 20, 2 or 4, n\)", torch.zeros(B, 19, HKV, 2).int()),
     ("block_indices", TypeError, "must be int32 or int64, got torch.int16", torch.zeros(B, T, HKV, 2).short()),
@@ -230,9 +230,9 @@ CACHED = (
 )  # fmt: skip
 SHARED, OUTPUT = torch.zeros(B, 32, HKV, D), torch.zeros(B, T, HQ, DV)
 OUT_OF_CACHE = (
-    ("cache_seqlens", ValueError, "cache_seqlens, .* must lead to places in the caches; sequence 1 has 20 queries and "
-     "33 tokens", Together(cache_seqlens=starts(0, 13), validate=True)),
-    ("cache_seqlens cache_batch_idx", ValueError, "must lead to places in the caches; sequence 0 has 20 queries",
+    ("cache_seqlens", ValueError, "sequence 1 does not fit its caches, with 20 queries and 33 tokens",
+     Together(cache_seqlens=starts(0, 13), validate=True)),
+    ("cache_seqlens cache_batch_idx", ValueError, "sequence 0 does not fit its caches, with 20 queries",
      Together(cache_seqlens=starts(-1, 0), validate=True), Together(cache_batch_idx=starts(B, 1), validate=True),
      Together(k=None, v=None, cache_seqlens=starts(19, 20), validate=True)),
     ("cache_batch_idx", ValueError, "cache_batch_idx must let no two sequences write .* got 1 for sequences 0 and 1",
@@ -260,7 +260,7 @@ PAGES = (
      torch.tensor([[0, 1], [0, 2]]).int()),
     ("cmp_page_table", ValueError, "cmp_page_table must let no .*, or one where another has tokens, got 1 for",
      torch.tensor([[0, 1], [1, 2]]).int()),
-    ("page_table cmp_page_table", ValueError, "must lead to places in the caches; sequence 0 has 20 queries",
+    ("page_table cmp_page_table", ValueError, "sequence 0 does not fit its caches, with 20 queries",
      torch.tensor([[6, 1], [2, 3]]).int(), torch.tensor([[0, -1], [2, 3]]).int()),
 )  # fmt: skip
 PAGED = (
@@ -296,7 +296,7 @@ OF_CACHE = (
     ("page_table cache_batch_idx cache_seqlens k_cache config window", TypeError, "attend takes the options .*, got {}",
      None, 1),
     ("out", ValueError, "out is written to, must not be expanded", torch.zeros(1, T, HQ, DV).expand(B, T, HQ, DV)),
-    ("q", ValueError, "q must have at most 32 tokens a sequence, the caches' room, got 40",
+    ("q", ValueError, "q must have at most 32 tokens a sequence, the caches' capacity, got 40",
      Together(q=torch.zeros(B, 40, HQ, D), k=torch.zeros(B, 40, HKV, D), v=torch.zeros(B, 40, HKV, DV))),
 )  # fmt: skip
 CROP = (

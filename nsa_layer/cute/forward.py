@@ -33,22 +33,13 @@ class Pages(NamedTuple):
 
     Attributes:
         table: int32 [B, n], pages of each sequence; a page is a multiple of 64 keys.
-        room: keys that a sequence may have.
-        in_window: int32 [B], the position of each sequence's first query among k_win.
-        starts, longest: int32 [B + 1], of packed k_win, and the most of a sequence.
+        capacity: keys that a sequence may have.
+        window: options of `window_options` for these copies.
     """
 
     table: Tensor
-    room: int
-    in_window: Tensor
-    starts: Tensor | None
-    longest: int
-
-    def of_window(self, varlen: Varlen | None) -> dict:
-        """Options of `window_options`, for a call that is packed so."""
-        if varlen is not None:
-            varlen = varlen._replace(cu_seqlens_k=self.starts, longest_k=self.longest)
-        return dict(q_offset=self.in_window, varlen=varlen)
+    capacity: int
+    window: dict
 
 
 def forward(
@@ -70,11 +61,11 @@ def forward(
     """
     (q, k, v), block_indices = tensors[:3], tensors.block_indices
     where = dict(spec=spec, varlen=varlen, q_offset=tensors.q_offset)
-    S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
+    S, table = (k.shape[-3], None) if pages is None else (pages.capacity, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     o_swa = lse_swa = None
     if spec.config.window_size:
-        in_window = where if pages is None else where | pages.of_window(varlen)
+        in_window = where if pages is None else where | pages.window
         into = None if side_stream is None else new_outputs(q, v)
         with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
             o_swa, lse_swa = attend(q, *tensors.of_window, spec, window_options(**in_window), into)
@@ -197,7 +188,7 @@ def attend_selected(
 
     Args:
         options: `selected_options`.
-        page_table: int32 [B, n], of keys on pages, where `selected_branch.takes_pages`.
+        page_table: int32 [B, n], of keys on pages, where `selected_branch.reads_pages`.
     """
     if reads_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(options))

@@ -94,7 +94,7 @@ def infer(
     """
     sizes = Sizes.of(tensors, spec=spec, needs_grad=False)
     if pages is not None:
-        sizes = sizes._replace(longest=pages.room)
+        sizes = sizes._replace(longest=pages.capacity)
     plan, more = plan_memory(sizes, memory, tensors.q.device), dict(pages=pages, side_stream=side_stream)
     return forward_groups(tensors, varlen, spec, plan, backward=False, together=False, **more)
 

@@ -25,7 +25,7 @@ def use_split_dq(q: torch.Tensor, v: torch.Tensor, spec: CallSpec) -> bool:
     return two_pass.takes(None, arch=90, q=q, v=v, forward=lists, backward=lists, deterministic=config.deterministic)
 
 
-def takes_pages(config: NSAConfig, k_cache: torch.Tensor, v_cache: torch.Tensor, *, listed: bool) -> bool:
+def reads_pages(config: NSAConfig, k_cache: torch.Tensor, v_cache: torch.Tensor, *, listed: bool) -> bool:
     """True if the branch reads keys on pages, [pages, page, Hkv, D]; listed: of the caller's lists."""
     aligned = k_cache.shape[1] % KEYS == 0 and are_aligned(k_cache) and are_aligned(v_cache)
     return aligned and reads_unions(config, listed=listed) and _on_hopper(k_cache.device)

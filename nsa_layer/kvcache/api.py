@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from nsa_layer import autocast, support
-from nsa_layer.cached_call import CachedCall, check_call, refuse_aliases
+from nsa_layer.cached_call import TENSORS, CachedCall, check_call, refuse_aliases
+from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec
 from nsa_layer.checks import lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.kvcache import operator
-from nsa_layer.kvcache.operator import TENSORS, Lses
+from nsa_layer.kvcache.operator import Lses
 
 Tensor = torch.Tensor
-CAST = ("q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight")
-CAST += ("compress_v_weight",)
 
 
 def nsa_with_kvcache(
@@ -87,8 +85,8 @@ def nsa_with_kvcache(
         gate_weight, gates, compress_k_weight, compress_v_weight, softmax_scale: as in `nsa`.
         config: block sizes, window, the rule that chooses blocks: each token for itself.
         block_indices: as in `nsa`; tiles of ``config.q_tile`` queries count from the call's first.
-        num_splits: parts that the kernels of few queries divide a sequence's keys into, but at most 8, and 48 of
-            compressed keys that have a launch of their own; 0: as they see fit. Others ignore it.
+        num_splits: splits (KV) of a sequence's keys in the kernels of few queries, at most 8, and 48 of compressed keys
+            that have a launch of their own; 0: as they see fit. Others ignore it.
         out: like the output, to be written to, with an address for each element. What is returned is this tensor, or
             where a tensor of the call needs a gradient a copy, whose backward raises.
         return_lse: also return the branches' log-sum-exps.
@@ -109,53 +107,42 @@ def nsa_with_kvcache(
             queries may come in other calls); keys that are visible before their block is complete; what the kernels
             lack.
     """
-    given = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=cache_seqlens, page_table=page_table)
-    given |= dict(cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
-    given |= dict(k_cmp_cache=k_cmp_cache, v_cmp_cache=v_cmp_cache, cmp_page_table=cmp_page_table)
-    given |= dict(k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win, k_win_cache=k_win_cache, v_win_cache=v_win_cache)
-    given |= dict(compress_k_weight=compress_k_weight, compress_v_weight=compress_v_weight, gate_weight=gate_weight)
-    given |= dict(gates=gates, config=config, softmax_scale=softmax_scale, block_indices=block_indices)
-    call = CachedCall(**given, num_splits=num_splits, out=out)
-    return checked_step(call, validate=validate, backend=backend, return_lse=return_lse)
-
-
-def checked_step(
-    call: CachedCall,
-    *,
-    validate: bool = False,
-    backend: str | None = None,
-    return_lse: bool = False,
-    reserve: Callable[[Sequence[int]], None] | None = None,
-) -> Tensor | tuple[Tensor, Lses]:
-    """`nsa_with_kvcache`.
-
-    Args:
-        reserve: called with the number of each sequence's queries, when the call is known to be right.
-    """
-    refuse_transforms(*(getattr(call, name) for name in TENSORS))
-    call = cast_call(call)
+    call = CachedCall(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=cache_seqlens, page_table=page_table,
+        cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k_cmp_cache=k_cmp_cache,
+        v_cmp_cache=v_cmp_cache, cmp_page_table=cmp_page_table, k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win,
+        k_win_cache=k_win_cache, v_win_cache=v_win_cache, gate_weight=gate_weight, gates=gates, config=config,
+        compress_k_weight=compress_k_weight, compress_v_weight=compress_v_weight, softmax_scale=softmax_scale,
+        block_indices=block_indices, num_splits=num_splits, out=out,
+    )  # fmt: skip
     require_bools(validate=validate, return_lse=return_lse)
-    lengths, softmax_scale = check_call(call, backend=backend, validate=validate or reserve is not None)
-    if validate:
-        refuse_aliases(call)
-    q, Dv = call.q, call.v_cache.shape[-1]
-    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, config=call.config)
-    lists, heads = None, call.k_cache.shape[2]
-    if call.block_indices is not None:
-        lists, heads = "given", call.block_indices.shape[-2]
-    asked = dict(lists=lists, rows=q.shape[-2] // heads, own_keys=call.k_cmp is not None or call.k_win is not None)
-    name = support.choose_backend(backend, **sizes, needs_grad=False, cached=True, **asked)
-    if reserve is not None:
-        reserve(lengths)
-    o, lses = operator.attend(call, lengths, softmax_scale, backend=name, validate=validate)
-    o, lses = operator.refuse_gradients(call, o, lses)
+    call, spec, backend = check(call, backend=backend, validate=validate)
+    o, lses = operator.attend(call, spec, backend=backend, validate=validate)
     return (o, lses) if return_lse else o
 
 
-def cast_call(call: CachedCall) -> CachedCall:
-    """The call as autocast, where it is in force, casts it; with lists in int32."""
+def check(
+    call: CachedCall, *, backend: str | None, validate: bool, read: bool = False
+) -> tuple[CachedCall, CallSpec, str]:
+    """Raise for whatever is wrong with a call, but for numbers on the device.
+
+    Args:
+        read: read packed lengths, as ``validate`` does.
+
+    Returns:
+        The call as autocast, where it is in force, casts it, with lists in int32; its static side; the backend.
+    """
+    refuse_transforms(*(getattr(call, name) for name in TENSORS))
     if (lists := lists_in_int32(call.block_indices)) is not call.block_indices:
         call = replace(call, block_indices=lists)
-    if not isinstance(call.q, torch.Tensor) or autocast.dtype_in_force(call.q.device) is None:
-        return call
-    return replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))
+    if isinstance(call.q, Tensor) and autocast.dtype_in_force(call.q.device) is not None:
+        cast = autocast.cast(*(getattr(call, name) for name in DIFFERENTIABLE))
+        call = replace(call, **dict(zip(DIFFERENTIABLE, cast)))
+    spec = check_call(call, backend=backend, validate=validate or read)
+    if validate:
+        refuse_aliases(call)
+    q, Dv = call.q, call.v_cache.shape[-1]
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, rows=call.q_heads_per_list)
+    asked = dict(lists="given" if spec.listed else None, own_keys=call.k_cmp is not None or call.k_win is not None)
+    name = support.choose_backend(backend, config=call.config, needs_grad=False, cached=True, **sizes, **asked)
+    return call, spec, name

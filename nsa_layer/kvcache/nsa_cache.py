@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from dataclasses import fields, replace
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, chain
 
 import torch
 
-from nsa_layer.cached_call import CachedCall, check_call
+from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, CachedCall
 from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
-from nsa_layer.kvcache.api import cast_call, checked_step
-from nsa_layer.kvcache.operator import CACHES, Lses
+from nsa_layer.kvcache import operator
+from nsa_layer.kvcache.api import check
+from nsa_layer.kvcache.operator import Lses
+from nsa_layer.kvcache.page_allocator import PageAllocator, sent
 
 Tensor = torch.Tensor
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Spans = Sequence[tuple[int, int]]  # the places of each sequence that are to be written
 OF_THE_CACHE = ("config", "cache_seqlens", "page_table", "cmp_page_table", "cache_batch_idx", *CACHES, *"qkv")
-OPTIONS = {field.name for field in fields(CachedCall)}.difference(OF_THE_CACHE)
+OPTIONS = CachedCall.__dataclass_fields__.keys() - OF_THE_CACHE
+WITHOUT_COMPRESS = (*COMPRESSED_CACHES, "compress_k_weight", "compress_v_weight")
 
 
 class LastingTensors:
@@ -31,80 +32,6 @@ class LastingTensors:
         with torch.inference_mode(False):
             copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
-
-
-class _Pages:
-    """Pages of a pool, dealt out to sequences; one that several have is copied before one of them writes to it.
-
-    Attributes:
-        caches: [pages, page, H, D] each, of the same pages.
-        table: int32 [batch, n], -1 where a sequence has no page.
-        of: each sequence's pages in order.
-        users: sequences that have a page.
-        free: pages that none has.
-        changed: the table does not show what sequences have.
-    """
-
-    def __init__(self, caches: list[Tensor], batch: int, width: int) -> None:
-        self.caches, (pages, self.size) = caches, caches[0].shape[:2]
-        self.table = torch.full((batch, width), -1, dtype=torch.int32, device=caches[0].device)
-        self.of: list[list[int]] = [[] for _ in range(batch)]
-        self.users, self.free, self.changed = [0] * pages, list(range(pages))[::-1], False
-
-    def lacks(self, spans: Spans) -> int:
-        """Pages beyond the free ones that `reserve` would take."""
-        writers = Counter(page for own, span in zip(self.of, spans) for page in own[self._written(*span)])
-        copies = sum(min(n, self.users[page] - 1) for page, n in writers.items())
-        new = sum(max(0, -(-end // self.size) - len(own)) for own, (_, end) in zip(self.of, spans))
-        return copies + new - len(self.free)
-
-    def reserve(self, spans: Spans) -> None:
-        """Give each sequence pages of its own for the places that it will write."""
-        for own, (begin, end) in zip(self.of, spans):
-            for at in range(len(own))[self._written(begin, end)]:
-                if self.users[own[at]] > 1:
-                    page, shared = self._take(), own[at]
-                    for cache in self.caches:
-                        cache[page] = cache[shared]
-                    self._drop(shared)
-                    own[at] = page
-            own += [self._take() for _ in range(-(-end // self.size) - len(own))]
-        self._show()
-
-    def crop(self, ends: Sequence[int]) -> None:
-        """Give back the pages behind each sequence's first ``end`` places."""
-        for own, end in zip(self.of, ends):
-            while len(own) > -(-end // self.size):
-                self._drop(own.pop())
-        self._show()
-
-    def reorder(self, index: Sequence[int]) -> None:
-        """Sequence b becomes what sequence ``index[b]`` was."""
-        before, self.of = self.of, [list(self.of[i]) for i in index]
-        for page in (page for own in self.of for page in own):
-            self.users[page] += 1
-        for page in (page for own in before for page in own):
-            self._drop(page)
-        self._show()
-
-    def _written(self, begin: int, end: int) -> slice:
-        return slice(begin // self.size, -(-end // self.size) if end > begin else 0)
-
-    def _take(self) -> int:
-        page, self.changed = self.free.pop(), True
-        self.users[page] = 1
-        return page
-
-    def _drop(self, page: int) -> None:
-        self.users[page], self.changed = self.users[page] - 1, True
-        if not self.users[page]:
-            self.free.append(page)
-
-    def _show(self) -> None:
-        if self.changed:
-            width, self.changed = self.table.shape[1], False
-            rows = [own + [-1] * (width - len(own)) for own in self.of]
-            self.table.copy_(_sent(rows, self.table.device, torch.int32))
 
 
 class NSACache(LastingTensors):
@@ -176,19 +103,18 @@ class NSACache(LastingTensors):
             # A compressed key that reaches into the next page is each sequence's own, whoever shares its first tokens.
             compressed = (lead[0] + batch * (config.span > config.stride), page_size // config.stride)
         names = ("k", "v", "k_win", "v_win")[: 4 if own_window else 2]
-        of_size = {"k": head_dim, "v": head_dim if head_dim_v is None else head_dim_v}
-        self.caches = {
-            f"{name}_cache": torch.empty(*places, num_kv_heads, of_size[name[0]], dtype=dtype, device=device)
-            for places, own in ((lead, names), (compressed, ("k_cmp", "v_cmp")))
-            for name in own
-        }
-        self.sources = {name: torch.empty_like(self.caches[f"{name}_cache"]) for name in "kv"[: 2 * own_sources]}
-        self._pages: dict[str, _Pages] = {}
+        dims = {"k": head_dim, "v": head_dim if head_dim_v is None else head_dim_v}
+        self.caches, self.sources = {}, {}
+        for name in (*names, *COMPRESSED_CACHES):
+            size = (*(compressed if "cmp" in name else lead), num_kv_heads, dims[name[0]])
+            self.caches[f"{name}_cache"] = torch.empty(size, dtype=dtype, device=device)
+        for name in "kv" if own_sources else ():
+            self.sources[name] = torch.empty_like(self.caches[f"{name}_cache"])
+        self._pages: dict[str, PageAllocator] = {}
         if page_size is not None:
-            tables = dict(page_table=names, cmp_page_table=("k_cmp", "v_cmp"))
-            for table, own in tables.items():
-                more = self.sources.values() if table == "page_table" else ()
-                self._pages[table] = _Pages([*(self.caches[f"{name}_cache"] for name in own), *more], batch, width)
+            *of_tokens, k_cmp, v_cmp = self.caches.values()
+            self._pages["page_table"] = PageAllocator([*of_tokens, *self.sources.values()], batch, width)
+            self._pages["cmp_page_table"] = PageAllocator([k_cmp, v_cmp], batch, width)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -198,8 +124,8 @@ class NSACache(LastingTensors):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        kept = (*self.caches.values(), *self.sources.values())
-        tensors = (*kept, self.cache_seqlens, *(pages.table for pages in self._pages.values()))
+        tables = (pages.table for pages in self._pages.values())
+        tensors = chain(self.caches.values(), self.sources.values(), tables, [self.cache_seqlens])
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def attend(
@@ -236,66 +162,58 @@ class NSACache(LastingTensors):
                 raise TypeError(f"{name} must be a torch.Tensor, got None")
         if unknown := options.keys() - OPTIONS:
             raise TypeError(f"attend takes the options {', '.join(sorted(OPTIONS))}, got {', '.join(sorted(unknown))}")
+        if (sources is not None) != bool(self.sources) or (sources is not None and compress is None):
+            raise ValueError("sources must be given to a cache with own_sources, with compress, and to no other")
+        if compress is not None and (both := [name for name in WITHOUT_COMPRESS if options.get(name) is not None]):
+            raise ValueError(f"compress and {both[0]} exclude each other, got both; pass one or neither")
+        require_bools(validate=validate, return_lse=return_lse)
         tables = {name: pages.table for name, pages in self._pages.items()}
         given = dict(q=q, k=k, v=v, config=self.config, cache_seqlens=self.cache_seqlens)
         call = CachedCall(**given, **self.caches, **tables, **options)
-        if (sources is not None) != bool(self.sources) or (sources is not None and compress is None):
-            raise ValueError("sources must be given to a cache with own_sources, with compress, and to no other")
-        made = {}
-        if compress is not None:
-            lengths, _ = check_call(cast_call(call))
-            made = {name: self._room_of_blocks(name, call, lengths) for name in ("k_cmp", "v_cmp")}
-            call = replace(call, **made)
-        ends: list[int] = []
-
-        def reserve(counts: Sequence[int]) -> None:
-            ends.extend(self._reserve(counts))
-            if compress is not None:
-                self._complete(compress, counts, (k, v) if sources is None else sources, made)
-
+        call, spec, name = check(call, backend=backend, validate=validate, read=True)
+        counts = call.lengths(spec)
         try:
-            found = checked_step(call, validate=validate, backend=backend, return_lse=return_lse, reserve=reserve)
+            ends = self._reserve(counts)
+            if compress is not None:
+                call = replace(call, **self._compress(compress, counts, (k, v) if sources is None else sources, call))
+            o, lses = operator.attend(call, spec, backend=name, validate=validate)
         except BaseException:
             self._give_back(self._lengths)
             raise
         self._set(ends)
-        return found
+        return (o, lses) if return_lse else o
 
-    def _room_of_blocks(self, name: str, call: CachedCall, lengths: Sequence[int]) -> Tensor:
-        """Zeros for the compressed keys or values that a call may complete."""
-        lead = (sum(map(call.filled, lengths)),) if call.packed else (len(lengths), call.filled(lengths[0]))
-        cache = self.caches[f"{name}_cache"]
-        return cache.new_zeros(*lead, *cache.shape[2:])
-
-    def _complete(
-        self, compress: Compress, counts: Sequence[int], new: tuple[Tensor, Tensor], made: dict[str, Tensor]
-    ) -> None:
-        """Fill ``made`` with the compressed keys and values of blocks that the new tokens complete, and keep those."""
-        stride, span, rows, blocks, row = self.config.stride, self.config.span, [], [], 0
+    def _compress(
+        self, compress: Compress, counts: Sequence[int], new: tuple[Tensor, Tensor], call: CachedCall
+    ) -> dict[str, Tensor]:
+        """k_cmp and v_cmp of the blocks that new tokens complete, which are kept where they are sources."""
+        stride, blocks, rows, row = self.config.stride, [], [], 0
         starts = [0, *accumulate(counts)]
         for b, (length, count) in enumerate(zip(self._lengths, counts)):
             first, end = self._compressed((length, length + count))
             rows += range(row, row + end - first)
-            row += -(-count // stride)
+            row += call.most_completed(count)
             blocks += [(b, length, starts[b], block * stride) for block in range(first, end)]
         new = tuple(x.flatten(0, -3) for x in new)
         kept = tuple(self.sources.get(name, self.caches[f"{name}_cache"]) for name in "kv")
+        made = [x.new_zeros(row, *x.shape[2:]) for x in kept]
         if blocks:
-            b, length, start, token = _sent(blocks, new[0].device).T.unsqueeze(-1)
-            token = token + torch.arange(span, device=token.device)
+            b, length, start, token = sent(blocks, new[0].device).T.unsqueeze(-1)
+            token = token + torch.arange(self.config.span, device=token.device)
             old, row_of_new = (token < length)[..., None, None], (start + token - length).clamp(min=0)
-            places = self._places(b.expand_as(token), token.minimum(length - 1).clamp(min=0))
-            tokens = (torch.where(old, cache[places], x.to(cache.dtype)[row_of_new]) for cache, x in zip(kept, new))
-            for into, x in zip(made.values(), compress(*tokens), strict=True):
-                into.flatten(0, -3)[_sent(rows, into.device)] = x.to(into.dtype)
+            slots = self._slots(b.expand_as(token), token.minimum(length - 1).clamp(min=0))
+            tokens = (torch.where(old, cache[slots], x.to(cache.dtype)[row_of_new]) for cache, x in zip(kept, new))
+            for into, x in zip(made, compress(*tokens), strict=True):
+                into[sent(rows, into.device)] = x.to(into.dtype)
         if self.sources:
             spans = [(b, self._lengths[b] + i) for b, count in enumerate(counts) for i in range(count)]
-            places = self._places(*_sent(spans, new[0].device).T)
+            slots = self._slots(*sent(spans, new[0].device).T)
             for cache, x in zip(kept, new):
-                cache[places] = x.detach().to(cache.dtype)
+                cache[slots] = x.detach().to(cache.dtype)
+        return {name: x if call.packed else x.unflatten(0, (call.B, -1)) for name, x in zip(COMPRESSED_CACHES, made)}
 
-    def _places(self, b: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Places in the caches of the tokens of sequences b."""
+    def _slots(self, b: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Index of the tokens of sequences b in the caches."""
         if not self._pages:
             return b, token
         pages = self._pages["page_table"]
@@ -359,32 +277,32 @@ class NSACache(LastingTensors):
             pages.reorder(index)
         if not self._pages:
             for cache in (*self.caches.values(), *self.sources.values()):
-                cache.copy_(cache[_sent(index, cache.device)])
+                cache.copy_(cache[sent(index, cache.device)])
         self._set([self._lengths[i] for i in index])
 
     def read_lengths(self) -> None:
         """Take ``lengths`` from ``cache_seqlens``, which calls of `nsa_with_kvcache` on ``caches`` have changed; waits.
 
         Raises:
-            ValueError: the cache has pages, which such calls are not dealt, or a length is beyond its room.
+            ValueError: the cache has pages, which such calls are not given, or a length is beyond its capacity.
         """
         lengths = self.cache_seqlens.tolist()
         if self._pages:
             raise ValueError("lengths of a cache of pages are those of its own calls")
         if not all(0 <= length <= self.max_seqlen for length in lengths):
-            raise ValueError(f"cache_seqlens must be 0 to {self.max_seqlen}, the cache's room, got {lengths}")
+            raise ValueError(f"cache_seqlens must be 0 to {self.max_seqlen}, the capacity, got {lengths}")
         self._lengths = lengths
 
     def _reserve(self, counts: Sequence[int]) -> list[int]:
-        """Places for so many more tokens; the lengths with them."""
+        """Reserve pages for so many more tokens, or raise before any is; the lengths with them."""
         ends = [length + n for length, n in zip(self._lengths, counts)]
         for b, end in enumerate(ends):
             if end > self.max_seqlen:
-                raise ValueError(f"sequence {b} would have {end} tokens, the cache has room for {self.max_seqlen}")
+                raise ValueError(f"sequence {b} would have {end} tokens, the capacity is {self.max_seqlen}")
         both = zip((self._lengths, self._compressed(self._lengths)), (ends, self._compressed(ends)))
         wanted = [(pages, list(zip(*spans))) for pages, spans in zip(self._pages.values(), both)]
         for pages, spans in wanted:
-            if (lacking := pages.lacks(spans)) > 0:
+            if (lacking := pages.lacking(spans)) > 0:
                 raise ValueError(f"the pool of {len(pages.users)} pages has {lacking} too few for the new tokens")
         for pages, spans in wanted:
             pages.reserve(spans)
@@ -399,13 +317,7 @@ class NSACache(LastingTensors):
         if len(changes) == 1:
             self.cache_seqlens += changes.pop()
         else:
-            self.cache_seqlens.copy_(_sent(self._lengths, self.cache_seqlens.device, torch.int32))
-
-
-def _sent(numbers: Sequence, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers on a device, which the host does not wait for."""
-    made = torch.tensor(numbers, dtype=dtype, device="cpu")
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+            self.cache_seqlens.copy_(sent(self._lengths, self.cache_seqlens.device, torch.int32))
 
 
 def _listed(name: str, given: object) -> list:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from nsa_layer import autocast
-from nsa_layer.cached_call import CachedCall, query_lengths
+from nsa_layer.cached_call import CACHES, TENSORS, CachedCall, spec_of
 from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
 from nsa_layer.operators import CONFIG, static_arguments
@@ -18,46 +18,30 @@ from nsa_layer.operators.registration import LIBRARY, OPS, needs_dispatcher, ref
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
-NEEDED = ("q", "k_cache", "v_cache", "cache_seqlens")
-CACHES = ("k_cache", "v_cache", "k_win_cache", "v_win_cache", "k_cmp_cache", "v_cmp_cache")
-TENSORS = (
-    *(*NEEDED, "k", "v", "page_table", "cache_batch_idx", "cu_seqlens_q", *CACHES[2:], "cmp_page_table"),
-    *("k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight", "compress_v_weight"),
-    "block_indices",
-)
 NO_GRADIENT = (
     "attention to cached tokens (nsa_with_kvcache, NSACache, models with a cache) has no gradient, since caches do not "
     "keep what their keys and values come from: train on whole sequences without a cache, or call it under no_grad"
 )
 
 
-@torch.no_grad()
-def attend(
-    call: CachedCall, lengths: tuple[int, ...] | None, softmax_scale: float, *, backend: str, validate: bool
-) -> tuple[Tensor, Lses]:
+def attend(call: CachedCall, spec: CallSpec, *, backend: str, validate: bool) -> tuple[Tensor, Lses]:
     """The step: o, written to ``call.out`` where there is one, and the branches' log-sum-exps.
 
     By the operator, or on the kernels as a function where nobody tells them apart, which takes less of the host's time.
-
-    Args:
-        lengths: as `check_call` has found them.
     """
-    if not isinstance(call.cache_seqlens, torch.Tensor):
-        seqlens = torch.full((call.B,), call.cache_seqlens, dtype=torch.int32, device=call.q.device)
-        call = replace(call, cache_seqlens=seqlens)
-    if backend == "cute" and not needs_dispatcher():
-        from nsa_layer.cute import kvcache
-
-        with autocast.off(call.q.device):
-            o, lses = kvcache.attend(call, lengths, softmax_scale, validate=validate)
-        increment_version([cache for name in CACHES if (cache := getattr(call, name)) is not None])
-    else:
-        static = static_arguments(CallSpec(call.config, True, softmax_scale))
-        static |= dict(backend=backend, validate=validate, max_seqlen_q=call.max_seqlen_q, num_splits=call.num_splits)
-        o, *lses = OPS.with_kvcache(*(getattr(call, name) for name in TENSORS), **static)
-    if call.out is not None:
-        o = call.out.copy_(o)
-    return o, tuple(lses)
+    with torch.no_grad():
+        if not isinstance(call.cache_seqlens, Tensor):
+            seqlens = torch.full((call.B,), call.cache_seqlens, dtype=torch.int32, device=call.q.device)
+            call = replace(call, cache_seqlens=seqlens)
+        if backend == "cute" and not needs_dispatcher():
+            o, lses = _on_backend(call, spec, backend=backend, validate=validate)
+            increment_version([cache for name in CACHES if (cache := getattr(call, name)) is not None])
+        else:
+            static = static_arguments(spec) | dict(max_seqlen_q=call.max_seqlen_q, num_splits=call.num_splits)
+            tensors = (getattr(call, name) for name in TENSORS)
+            o, *lses = OPS.with_kvcache(*tensors, **static, backend=backend, validate=validate)
+        o = o if call.out is None else call.out.copy_(o)
+    return refuse_gradients(call, o, tuple(lses))
 
 
 def refuse_gradients(call: CachedCall, o: Tensor, lses: Lses) -> tuple[Tensor, Lses]:
@@ -70,6 +54,17 @@ def refuse_gradients(call: CachedCall, o: Tensor, lses: Lses) -> tuple[Tensor, L
     return o, tuple(lses)
 
 
+def _on_backend(call: CachedCall, spec: CallSpec, *, backend: str, validate: bool) -> tuple[Tensor, Lses]:
+    with autocast.off(call.q.device):
+        if backend == "cute":
+            from nsa_layer.cute import kvcache
+
+            return kvcache.attend(call, spec, validate=validate)
+        from nsa_layer.kvcache import eager
+
+        return eager.attend(call, spec, backend=backend, validate=validate)[:2]
+
+
 def _compute(
     *tensors: Tensor | None,
     backend: str,
@@ -80,18 +75,10 @@ def _compute(
 ) -> tuple[Tensor, ...]:
     softmax_scale = static.pop("softmax_scale")
     del static["causal"], static["branches"]
-    given = dict(zip(TENSORS, tensors, strict=True))
-    call = CachedCall(**given, config=NSAConfig(**static), max_seqlen_q=max_seqlen_q, num_splits=num_splits)
-    lengths = query_lengths(call, backend=backend, validate=validate)
-    with autocast.off(call.q.device):
-        if backend == "cute":
-            from nsa_layer.cute import kvcache
-
-            o, lses = kvcache.attend(call, lengths, softmax_scale, validate=validate)
-        else:
-            from nsa_layer.kvcache import eager
-
-            o, lses, _ = eager.attend(call, lengths, softmax_scale, backend=backend, validate=validate)
+    options = dict(config=NSAConfig(**static), max_seqlen_q=max_seqlen_q, num_splits=num_splits)
+    call = CachedCall(**dict(zip(TENSORS, tensors, strict=True)), **options)
+    how = dict(backend=backend, validate=validate)
+    o, lses = _on_backend(call, spec_of(call, softmax_scale, **how), **how)
     return o, *(lse.contiguous() for lse in lses)
 
 
@@ -102,11 +89,12 @@ def _fake(*tensors: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
 
 
 def _schema() -> str:
-    kinds = {name: "Tensor" if name in NEEDED else "Tensor?" for name in TENSORS}
-    kinds |= {name: kinds[name].replace("Tensor", f"Tensor({alias}!)") for name, alias in zip(CACHES, "abcdef")}
-    given = ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+    aliases, tensors = dict(zip(CACHES, "abcdef")), []
+    for field in fields(CachedCall)[: len(TENSORS)]:
+        kind = f"Tensor({aliases[field.name]}!)" if field.name in aliases else "Tensor"
+        tensors.append(f"{kind}{'?' * (field.default is not MISSING)} {field.name}")
     options = f"{CONFIG}, str backend, bool validate, int? max_seqlen_q=None, int num_splits=0"
-    return f"with_kvcache({given}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
+    return f"with_kvcache({', '.join(tensors)}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
 LIBRARY.define(_schema(), tags=(torch.Tag.pt2_compliant_tag,))

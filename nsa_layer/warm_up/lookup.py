@@ -177,7 +177,7 @@ def make_call(call: Signature) -> None:
         from nsa_layer.cute.kvcache import step
 
         cached, memory = CachedCall(**tensors, config=call.spec.config), MemoryPolicy(budget=sys.maxsize)
-        step(cached, call.spec.lengths, call.spec.softmax_scale, memory=memory)
+        step(cached, call.spec, memory=memory)
 
 
 def _make(tensors: CallTensors, call: Signature) -> None:

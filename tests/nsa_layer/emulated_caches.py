@@ -26,7 +26,7 @@ def emulated() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for stand_in in (locate, append, complete_blocks, gather, clear, pool, invalidate_rows):
             patch.setattr(kvcache, stand_in.__name__, stand_in)
-        patch.setattr(kvcache, "takes_pages", lambda *_, **__: True)
+        patch.setattr(kvcache, "reads_pages", lambda *_, **__: True)
         patch.setattr(kvcache, "readable", lambda x: x)
         patch.setattr(head_groups, "infer", infer)
         yield
@@ -134,10 +134,11 @@ def infer(tensors, packing, spec, memory, pages, side_stream):
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
     if pages is not None:
         k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages.table]) for x in (k, v))
-        cu = pages.starts
+        packed, in_window = pages.window["varlen"], pages.window["q_offset"]
+        cu = None if packed is None else packed.cu_seqlens_k
         for name, whole in (("k_win", k), ("v_win", v)):
             given[name], stretch = torch.zeros_like(whole), given[name]
-            for b, (first, at) in enumerate(zip(q_offset.tolist(), pages.in_window.tolist())):
+            for b, (first, at) in enumerate(zip(q_offset.tolist(), in_window.tolist())):
                 of_b = _rows(stretch, cu, b)[: k.shape[1] - first + at]
                 given[name][b, first - at : first - at + len(of_b)] = of_b
         if cu is not None:

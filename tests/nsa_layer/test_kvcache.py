@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from nsa_layer import NSACache, NSAConfig, NSAttention, cached_call, nsa, nsa_with_kvcache
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_call
+from nsa_layer import NSACache, NSAConfig, NSAttention, checks, nsa, nsa_with_kvcache
+from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, TENSORS, TOKEN_CACHES, CachedCall, check_call
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.kvcache import eager
-from nsa_layer.kvcache.operator import CACHES, TENSORS
 from nsa_layer.operators import static_arguments
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run
 
@@ -96,7 +95,7 @@ class Caches:
             o, lses, lists = on_kernels(call, **self.check)
             lists = lists.split(tuple(counts))
         else:
-            o, lses, auxes = eager.attend(call, *check_call(call), backend=backend, validate=True)
+            o, lses, auxes = eager.attend(call, check_call(call), backend=backend, validate=True)
             lists = [None if aux is None else aux.block_indices[0] for aux in auxes]
         self.length = [end for _, end in bounds]
         return list(zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses), lists))
@@ -126,10 +125,11 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
 
     infer, decode_step, lists = kvcache.head_groups.infer, kvcache.decode_step, []
 
-    def few(call: CachedCall, lengths: tuple[int, ...], softmax_scale: float) -> tuple:
+    def few(call: CachedCall, spec: CallSpec) -> tuple:
+        lengths = call.lengths(spec)
         size = (call.B, max(lengths), call.k_cache.shape[2], max(call.config.block_counts, 3))
         own = torch.empty(size, dtype=torch.int32, device=call.q.device)
-        made = decode_step(call, lengths, softmax_scale, lists=own)
+        made = decode_step(call, spec, lists=own)
         lists.append(torch.cat([x[:T] for x, T in zip(own, lengths)]))
         return made
 
@@ -141,7 +141,7 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvcache.head_groups, "infer", noted)
         patch.setattr(kvcache, "decode_step", few)
-        o, lses = kvcache.attend(call, *check_call(call, validate=validate, **check), validate=validate)
+        o, lses = kvcache.attend(call, check_call(call, validate=validate, **check), validate=validate)
     return o, lses, torch.cat(lists).flatten(0, -3)
 
 
@@ -189,7 +189,7 @@ def attended(given: dict, backend: str = "cute", validate: bool = False) -> tupl
     from nsa_layer.cute import kvcache
 
     call = CachedCall(**given)
-    return kvcache.attend(call, *check_call(call, validate=validate), validate=validate)
+    return kvcache.attend(call, check_call(call, validate=validate), validate=validate)
 
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
@@ -255,7 +255,7 @@ def test_lengths_that_are_on_the_gpu_alone(
     emulation: None, monkeypatch: pytest.MonkeyPatch, name: str, paged: bool
 ) -> None:
     """Nothing but what stands for kernels reads starts of queries."""
-    monkeypatch.setattr(cached_call, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
     caches = Caches(make_inputs(VARIANTS[name]), paged, check=dict(backend="cute", validate=False))
     (caches if paged else in_rows(caches)).finish(CUTS["ragged"], "cute")
 
@@ -265,16 +265,16 @@ def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
 ) -> None:
     from nsa_layer.cute import kvcache
 
-    monkeypatch.setattr(cached_call, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
     given = contiguous(S=512)
     given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=torch.tensor([0, 20, 40]).int())
-    anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * CachedCall(**given).bytes_of_room
+    anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * sum(given[f"{name}_cache"][0].nbytes for name in "kv")
     for workspace, more, read in ((whole, anew, False), (whole - 1, anew, True), (whole - 1, {}, False), (1, {}, True)):
         monkeypatch.setattr(kvcache, "WORKSPACE", workspace)
-        lengths, _ = check_call(CachedCall(**given | more), backend="cute", validate=False)
-        assert (lengths is not None) == read, (workspace, more)
-    monkeypatch.setattr(kvcache, "takes", lambda *_: True)  # decode's kernels copy nothing
-    assert check_call(CachedCall(**given), backend="cute", validate=False)[0] is None
+        spec = check_call(CachedCall(**given | more), backend="cute", validate=False)
+        assert (spec.lengths is not None) == read, (workspace, more)
+    monkeypatch.setattr(kvcache, "supports", lambda *_: True)  # decode's kernels copy nothing
+    assert check_call(CachedCall(**given), backend="cute", validate=False).lengths is None
 
 
 def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulation: None) -> None:
@@ -283,7 +283,7 @@ def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulation: None) -
     given, packed = contiguous(), {name: contiguous()[name].flatten(0, 1) for name in "qkv"}
     want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL).flatten(0, 1)
     given |= packed | dict(cu_seqlens_q=torch.tensor([-5, 20, 99]).int(), max_seqlen_q=20)
-    o, _ = kvcache.attend(CachedCall(**given), None, 8**-0.5, validate=False)
+    o, _ = kvcache.attend(CachedCall(**given), CallSpec(SMALL, True, 8**-0.5, bound=20), validate=False)
     torch.testing.assert_close(o, want, **EXACT)
 
 
@@ -403,7 +403,7 @@ def test_numbers_that_lead_out_of_the_caches(backend: str, name: str) -> None:
     """Nothing of such a sequence is written and its rows are NaN; the others are as they were."""
     given, want = contiguous() | OUT[name], whole(contiguous())[0]
     caches = [x for name, x in given.items() if name.endswith("_cache")]
-    with pytest.raises(ValueError, match="must lead to places in the caches; sequence 0 has 20 queries"):
+    with pytest.raises(ValueError, match="sequence 0 does not fit its caches, with 20 queries"):
         attended(given, backend, validate=True)
     assert all(x.isnan().all() for x in caches)
     o, lses = attended(given, backend)
@@ -488,8 +488,7 @@ def test_pytorch_finds_nothing_wrong_with_the_operator(packed: bool) -> None:
     for name in ("q", "k", "v") if packed else ():
         given[name] = given[name].flatten(0, 1)
     call = CachedCall(**given, cu_seqlens_q=torch.tensor([0, 20, 40]).int() if packed else None)
-    _, softmax_scale = check_call(call)
-    static = static_arguments(CallSpec(SMALL, True, softmax_scale)) | dict(backend="eager", validate=False)
+    static = static_arguments(check_call(call)) | dict(backend="eager", validate=False)
     for name in CACHES:  # NaN is not equal to itself
         if getattr(call, name) is not None:
             getattr(call, name).zero_()
@@ -561,7 +560,7 @@ def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(
     def unread(*_: object, read: bool) -> None:
         assert not read
 
-    monkeypatch.setattr(cached_call, "check_lengths", unread)
+    monkeypatch.setattr(checks, "check_lengths", unread)
     inputs, check = make_inputs(ON_GPU[name], "cuda"), dict(backend="cute", validate=False)
     caches = Caches(inputs, kept != "rows", page=64, room=576, check=check)
     if kept == "rows":

@@ -94,7 +94,7 @@ def test_no_room_writes_nothing() -> None:
     checked.append([20, 16, 0])
     before = {name: x.clone() for name, x in checked.cache.caches.items()}
     for counts, message in (
-        ([0, 33, 0], "sequence 1 would have 49 tokens, the cache has room for 48"),
+        ([0, 33, 0], "sequence 1 would have 49 tokens, the capacity is 48"),
         ([1, 1, 1], "the pool of 4 pages has 1 too few"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -138,7 +138,7 @@ def test_lengths_are_read_where_other_calls_have_appended() -> None:
         own.append(token)
     checked.append([2, 3, 0])
     cache.cache_seqlens += ROOM
-    with pytest.raises(ValueError, match=f"cache_seqlens must be 0 to {ROOM}, the cache's room, got .71, "):
+    with pytest.raises(ValueError, match=f"cache_seqlens must be 0 to {ROOM}, the capacity, got .71, "):
         cache.read_lengths()
     with pytest.raises(ValueError, match="cache of pages"):
         Checked().cache.read_lengths()

@@ -55,7 +55,7 @@ def own_call(call, bounded=False):
     if call.plan is None:
         own = CachedCall(**given, config=spec.config)
         assert Signature.of(vars(own), spec) == call
-        return kvcache.step(own, spec.lengths, 0.125, memory=MemoryPolicy(budget=1 << 60))
+        return kvcache.step(own, spec, memory=MemoryPolicy(budget=1 << 60))
     tensors, where = CallTensors(**given), {}
     if bounded:
         starts = torch.empty(len(spec.lengths) + 1, dtype=torch.int32, device="cuda")
@@ -122,7 +122,7 @@ for lists, lengths, keys in (((1, 300, 2, 5), (None, None), 300), ((1, 300, 4, 5
         call = Signature(tuple(given), spec, MemoryPlan(((0, 2),), (False,) * 3), backward)
         assert list(kernel_files(call)) == asked(call), call
         assert len(asked(call)) == (8 if backward else 2), asked(call)
-for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
+for lengths, bound, lead in ((None, None, (2, 30)), ((7, 53), None, (60,)), (None, 60, (60,))):
     new, pages = dict(q=4, k=2, v=2), dict(k_cache=64, v_cache=64, k_cmp_cache=1, v_cmp_cache=1)
     tensors = [(name, (*lead, H, 64), torch.bfloat16) for name, H in new.items()]
     tensors += [(name, (9, page, 2, 64), torch.bfloat16) for name, page in pages.items()]
@@ -130,7 +130,7 @@ for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
     tensors += [("cu_seqlens_q", (3,), number)] * (lead == (60,))
     order = CachedCall.__dataclass_fields__
     tensors = tuple(sorted(tensors, key=lambda x: [*order].index(x[0])))
-    call = Signature(tensors, CallSpec(NSAConfig(), True, 0.125, lengths))
+    call = Signature(tensors, CallSpec(NSAConfig(), True, 0.125, lengths, bound=bound))
     assert list(kernel_files(call)) == asked(call) and len(asked(call)) == 11, (call, asked(call))
 """
 CALLED = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer.kernels.launch import are_aligned, launch
+from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.pooling.mean_pool import PoolKernel
 from nsa_layer.kernels.pooling.tiling import Pooling
 
@@ -18,7 +18,7 @@ def complete_blocks(
     """Write the means of the blocks that a call completes, summed in fp32, in one launch.
 
     Args:
-        caches: k and v, [rows, S, H, D], or [pages, page, H, D] with a table; rows are aligned, see `can_complete`.
+        caches: k and v, [rows, S, H, D], or [pages, page, H, D] with a table; rows are aligned, see `are_aligned`.
         compressed: the same of compressed keys and values; where either is None it is left alone.
         tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
         slots: of `locate`.
@@ -29,8 +29,3 @@ def complete_blocks(
         (k, k_cmp), (v, v_cmp) = (pairs + [(None, None)])[:2]
         static = (Pooling(block_size, stride), k.shape[-1], 0 if v is None else v.shape[-1], True)
         launch("complete_blocks", PoolKernel, static, k, v, k_cmp, None, v_cmp, *tables, slots, most)
-
-
-def can_complete(caches: Pair, compressed: Pair) -> bool:
-    """True if rows lie at multiples of 16 bytes."""
-    return all(x is None or are_aligned(x) for x in (*caches, *compressed))

@@ -1,4 +1,4 @@
-"""A step on caches for few queries, in one launch or two; `takes` says for which calls.
+"""A step on caches for few queries, in one launch or two; `supports` says for which calls.
 
 No number on the device is read by the host: grids follow from shapes, and so does the workspace.
 """
@@ -11,6 +11,7 @@ import torch
 
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.kernels.decode.compressed import CompressedDecode
 from nsa_layer.kernels.decode.selected import SelectedDecode
 from nsa_layer.kernels.decode.spec import (
@@ -38,11 +39,11 @@ APART = 2  # times as many warps for compressed keys are worth a launch
 OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
 
 
-def takes(call: CachedCall, lengths: tuple[int, ...] | None) -> bool:
-    """True if `decode_step` takes a call, whose sequences have these numbers of queries; None: the GPU knows them."""
+def supports(call: CachedCall, spec: CallSpec) -> bool:
+    """True if `decode_step` computes such a call."""
     config, new = call.config, [x for x in (call.q, call.k, call.v, call.k_win, call.v_win) if x is not None]
     caches = [*call.caches(TOKEN_CACHES).values(), *call.caches(COMPRESSED_CACHES).values()]
-    if not 0 < _most(call, lengths) <= MOST_QUERIES or call.block_indices is not None:
+    if not 0 < call.longest(spec) <= MOST_QUERIES or call.block_indices is not None:
         return False
     if not config.by_token or config.block_size % KEYS or config.block_counts > MOST_BLOCKS:
         return False
@@ -56,23 +57,20 @@ def takes(call: CachedCall, lengths: tuple[int, ...] | None) -> bool:
         return False
     if not all(map(_is_aligned, (*caches, *new))):
         return False
-    if _is_ragged(lengths):
-        return call.cu_seqlens_q.device == call.q.device and call.k_cmp is None and call.v_cmp is None
-    return True
+    return not _is_ragged(call, spec) or (call.k_cmp is None and call.v_cmp is None)
 
 
 @torch.no_grad()
 def decode_step(
-    call: CachedCall, lengths: tuple[int, ...] | None, softmax_scale: float, *, lists: Tensor | None = None
+    call: CachedCall, spec: CallSpec, *, lists: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The step, on caches that it changes in place: o and the branches' log-sum-exps.
 
     Args:
-        lengths: queries of each sequence; None: they are known on the GPU alone.
         lists: int32 [B, most queries of a sequence, Hkv, width of lists], written: the blocks that each token lists.
     """
-    q, B, T = call.q, call.B, _most(call, lengths)
-    cu_seqlens_q = call.cu_seqlens_q if _is_ragged(lengths) else None
+    q, B, T = call.q, call.B, call.longest(spec)
+    cu_seqlens_q = call.cu_seqlens_q if _is_ragged(call, spec) else None
 
     def rows(x: Tensor | None) -> Tensor | None:
         """[B, T, ...] or [1, total, ...]"""
@@ -80,9 +78,9 @@ def decode_step(
             return x
         return x.unsqueeze(0) if cu_seqlens_q is not None else x.unflatten(0, (B, -1))
 
-    spec, (cmp, slc, warps) = _spec(call, T), _splits(call, T)
-    Hkv, D, R = call.k_cache.shape[2], q.shape[-1], spec.rows
-    capacity, compressed_capacity = call.room, call.k_cmp_cache.shape[1]
+    kernel, (cmp, slc, warps) = _kernel_spec(call, T), _splits(call, T)
+    Hkv, D, R = call.k_cache.shape[2], q.shape[-1], kernel.rows
+    capacity, compressed_capacity = call.capacity, call.k_cmp_cache.shape[1]
     if call.cmp_page_table is not None:
         compressed_capacity *= call.cmp_page_table.shape[1]
     length = max(1, -(-call.config.compressed_length(capacity) // KEYS)) * KEYS
@@ -98,27 +96,22 @@ def decode_step(
         call.page_table, call.cmp_page_table, call.cache_batch_idx, cu_seqlens_q, call.cache_seqlens,
         readable_weight(call.compress_k_weight), readable_weight(call.compress_v_weight), scores, stats, acc, valid,
     )  # fmt: skip
-    sizes, scale = (capacity, compressed_capacity), float(softmax_scale)
+    sizes, scale = (capacity, compressed_capacity), float(spec.softmax_scale)
     if cmp:
-        launch("decode_compressed", CompressedDecode, (spec,), *step, *sizes, scale)
+        launch("decode_compressed", CompressedDecode, (kernel,), *step, *sizes, scale)
         step = step._replace(**WITHOUT_COMPRESSED)
     gates = readable_weight(call.gate_weight), rows(readable_gates(call.gates))
     out = OutputTensors(lists, *gates, rows(o), *lses)
-    static = (spec, warps, _each(call, slc * warps))
+    static = (kernel, warps, _each(call, slc * warps))
     launch("decode_selected", SelectedDecode, static, *step, *out, *sizes, slc, scale)
     if call.packed:
         lses = [lse.movedim(1, 0).flatten(1) for lse in lses]
     return o, tuple(lses)
 
 
-def _most(call: CachedCall, lengths: tuple[int, ...] | None) -> int:
-    """Queries of a sequence, at most."""
-    return call.most_queries if lengths is None else max(lengths)
-
-
-def _is_ragged(lengths: tuple[int, ...] | None) -> bool:
-    """True if sequences may have different numbers of queries, which are then packed."""
-    return lengths is None or len(set(lengths)) > 1
+def _is_ragged(call: CachedCall, spec: CallSpec) -> bool:
+    """True if packed sequences may have different numbers of queries."""
+    return call.packed and (spec.lengths is None or len(set(spec.lengths)) > 1)
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -128,11 +121,11 @@ def _is_aligned(x: Tensor) -> bool:
 
 def _each(call: CachedCall, warps: int) -> int:
     """Blocks in one thread of these warps that select, in each of their rounds."""
-    blocks = call.config.num_blocks(call.room)
+    blocks = call.config.num_blocks(call.capacity)
     return next((each for each in EACH if blocks <= warps * WARP * each), EACH[-1])
 
 
-def _spec(call: CachedCall, T: int) -> DecodeSpec:
+def _kernel_spec(call: CachedCall, T: int) -> DecodeSpec:
     config = call.config
     return DecodeSpec(
         D=call.q.shape[-1], G=call.q.shape[-2] // call.k_cache.shape[2], T=T, span=config.span, stride=config.stride,
@@ -145,7 +138,7 @@ def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
     """Thread blocks that share a row's compressed keys, 0 if those of the others do; these, and their warps."""
     config, Hkv = call.config, call.k_cache.shape[2]
     G, units = call.q.shape[-2] // Hkv, call.B * Hkv
-    length, listed = config.compressed_length(call.room), config.block_counts * config.block_size
+    length, listed = config.compressed_length(call.capacity), config.block_counts * config.block_size
     rows, units = units * -(-T * G // ROWS), units * T * -(-G // ROWS)  # 16 of all, and of a token's
     cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
     warps = WARPS if units > _slots() // RESIDENT else RESIDENT * WARPS
@@ -154,7 +147,7 @@ def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
     if G > ROWS or rows != units or cmp * WARPS > APART * slc * warps:
         return cmp, slc, warps
     few = _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True)
-    # The second launch's thread blocks begin beside the first one's if there are places for all.
+    # The second launch's thread blocks begin beside the first one's if there are slots for all.
     return (cmp, few, WARPS) if cmp * rows + few * units <= _slots() else (0, slc, warps)
 
 
@@ -171,7 +164,7 @@ def _fastest(most: int, steps: int, units: int, slots: int, clusters: bool) -> i
     """Splits with which thread blocks, `slots` at once, take least time."""
 
     def time(n: int) -> float:
-        # A cluster's thread blocks have neighbouring places, so that some are left over.
+        # A cluster's thread blocks have neighbouring slots, so that some are left over.
         at_once = slots * 3 // 4 if clusters and n > 2 else slots
         return -(-units * n // at_once) * (-(-steps // n) + OVERHEAD)
 

@@ -14,9 +14,10 @@ from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.eager.pooling import compress
-from nsa_layer.kvcache.eager import Store
 from nsa_layer.kvcache.eager import attend as attend_in_pytorch
+from nsa_layer.kvcache.eager import slots
 
 Tensor = torch.Tensor
 DEFAULT = NSAConfig()
@@ -58,6 +59,10 @@ class Case:
     def T_of(self) -> tuple[int, ...]:
         return self.queries or (self.T,) * len(self.lengths)
 
+    @property
+    def spec(self) -> CallSpec:
+        return CallSpec(self.config, True, self.D**-0.5, self.queries or None)
+
     def call(self, device: str = "cuda") -> CachedCall:
         """The step; places behind what there is are NaN."""
         generator = torch.Generator(device).manual_seed(self.seed)
@@ -91,16 +96,16 @@ class Case:
         for b, (S, T) in enumerate(zip(self.lengths, self.T_of)):
             for name in names:
                 tokens, first = draw(S, Hkv, D), S - T if self.new else S
-                table = tables["page_table"][b] if self.page else None
-                Store(places[name], int(at[b]), table).write(0, tokens[:first])
+                pages = tables["page_table"][b].tolist() if self.page else [int(at[b])]
+                places[name][slots(places[name], pages, 0, first)] = tokens[:first]
                 parts[name].append(tokens[first:])
                 key = f"{name}_cmp"
                 if key in parts:
                     weight = made.get(f"compress_{name}_weight")
                     keys = compress(tokens.float()[None], weight, config=config)[0].to(self.dtype)
-                    table = tables["cmp_page_table"][b] if self.page else None
+                    pages = tables["cmp_page_table"][b].tolist() if self.page else [int(at[b])]
                     have = config.compressed_length(first)
-                    Store(places[key], int(at[b]), table).write(0, keys[:have])
+                    places[key][slots(places[key], pages, 0, have)] = keys[:have]
                     room = -(-T // config.stride)
                     parts[key].append(torch.cat([keys[have:], draw(room, Hkv, D) * torch.nan])[:room])
         join = torch.cat if self.queries else torch.stack
@@ -147,13 +152,13 @@ FORCED += [("no window", (0, 2, 8)), ("no window", (2, 3, 8))]
 
 def decode(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """o, log-sum-exps, and lists [B, T, Hkv, n]."""
-    from nsa_layer.kernels.decode.step import decode_step, takes
+    from nsa_layer.kernels.decode.step import decode_step, supports
 
     T_of = case.T_of
-    assert takes(call, T_of)
+    assert supports(call, case.spec)
     n = max(case.config.block_counts, 3)
     lists = torch.full((call.B, max(T_of), case.Hkv, n), -2, dtype=torch.int32, device=call.q.device)
-    return *decode_step(call, T_of, case.D**-0.5, lists=lists), lists
+    return *decode_step(call, case.spec, lists=lists), lists
 
 
 def copied(call: CachedCall, dtype: torch.dtype | None = None) -> CachedCall:
@@ -166,7 +171,7 @@ def copied(call: CachedCall, dtype: torch.dtype | None = None) -> CachedCall:
 
 
 def eager(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor | None]]:
-    o, lses, auxes = attend_in_pytorch(call, case.T_of, case.D**-0.5, backend="eager", validate=False)
+    o, lses, auxes = attend_in_pytorch(call, case.spec, backend="eager", validate=False)
     return o, lses, [None if aux is None else aux.block_indices[0] for aux in auxes]
 
 
@@ -207,10 +212,10 @@ def test_registers_suffice(compiler: Worker, name: str, splits: Splits) -> None:
 
 def test_what_the_kernels_take() -> None:
     """Calls that they do not take go as those of many queries do."""
-    from nsa_layer.kernels.decode.step import takes
+    from nsa_layer.kernels.decode.step import supports
 
     def taken(case: Case = Case(), **changes: object) -> bool:
-        return takes(replace(case.call("cpu"), **changes), case.T_of)
+        return supports(replace(case.call("cpu"), **changes), case.spec)
 
     assert taken() and taken(CASES["packed"]) and taken(CASES["narrow"]) and taken(Case(T=8))
     assert not taken(Case(T=9)) and not taken(Case(D=96)) and not taken(Case(dtype=torch.float32))
@@ -309,20 +314,20 @@ def test_token_by_token_in_a_graph() -> None:
 @pytest.mark.gpu
 def test_numbers_of_queries_may_be_known_on_the_gpu_alone() -> None:
     """Starts that are none make rows of NaN, and write nowhere else."""
-    from nsa_layer.kernels.decode.step import decode_step, takes
+    from nsa_layer.kernels.decode.step import decode_step, supports
 
-    case = CASES["packed"]
-    call = replace(case.call(), max_seqlen_q=8)
+    case, call = CASES["packed"], CASES["packed"].call()
+    spec = replace(case.spec, lengths=None, bound=8)
     ours, theirs = copied(call), copied(call)
-    assert takes(ours, None)
-    o, lses = decode_step(ours, None, case.D**-0.5)
+    assert supports(ours, spec)
+    o, lses = decode_step(ours, spec)
     want, want_lses, _ = decode(theirs, case)
     for got, expected in zip((o, *lses, ours.k_cache), (want, *want_lses, theirs.k_cache)):
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
     bad = copied(call)
     bad.cu_seqlens_q.copy_(torch.tensor([0, 3, 3, 4, 1 << 30]))
     before = bad.k_cache.clone()
-    o, _ = decode_step(bad, None, case.D**-0.5)
+    o, _ = decode_step(bad, spec)
     assert torch.equal(o[:4], want[:4])
     last = bad.page_table[3].long()
     assert torch.equal(bad.k_cache[last].view(torch.int16), before[last].view(torch.int16))
