@@ -59,7 +59,7 @@ faults(
      instead(lambda original, position_ids: position_ids.diff(dim=1) < 0)),
     ("other options reset", f"{MODELS}:nsa_config", "models.part",
      "Fields that a dictionary does not name have their defaults.", given(base=None)),
-    ("static cache too small", f"{CACHE}.require_room", "models.caches",
+    ("static cache too small", f"{CACHE}.require_capacity", "models.caches",
      "A static cache holds more tokens than its capacity.", always(None)),
     ("cache of another model", f"{CACHE}.attend", "models.caches",
      "A cache goes on with the options that it was filled with.",

@@ -262,7 +262,7 @@ def part_of_the_fields_is_set(case: Prompt) -> None:
 
 
 CACHES = {
-    "capacity": "has room for",
+    "capacity": "has capacity for",
     "config": "make another",
     "batch": "make another",
     "layers": "layers, fewer than the model",

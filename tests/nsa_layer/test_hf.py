@@ -306,7 +306,7 @@ def test_a_static_cache_goes_on_back_and_anew(compression: str) -> None:
                 cache.crop(-18)
             elif end == 42:
                 cache.reset()
-    with pytest.raises(ValueError, match="room for 60"):
+    with pytest.raises(ValueError, match="capacity for 60"):
         model(tokens(2, 2), **{CACHE: cache}, attention_mask=torch.cat((mask, mask[:, -2:]), dim=1))
     beams = model.generate(**batch, max_new_tokens=5, num_beams=3)
     assert model.generate(**batch, max_new_tokens=5, num_beams=3, cache_implementation="static").equal(beams)

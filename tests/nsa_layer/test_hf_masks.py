@@ -168,19 +168,19 @@ def test_masks_that_hide_or_show_other_cached_tokens_are_errors() -> None:
 
 def test_a_static_cache_without_room_for_a_token_is_an_error_before_the_step() -> None:
     model, batch = sparse(num_hidden_layers=1), padded(tokens(2, 20), (0, 6))
-    caches = [NSAModelCache(model.config, room, static=True) for room in (28, 27, 19)]
+    caches = [NSAModelCache(model.config, size, static=True) for size in (28, 27, 19)]
     expected = model.generate(**batch, max_new_tokens=9)
     assert model.generate(**batch, max_new_tokens=9, **{CACHE: caches[0]}).equal(expected)
-    with pytest.raises(ValueError, match="rows would have 28 tokens, a static cache has room for 27"):
+    with pytest.raises(ValueError, match="rows would have 28 tokens, a static cache has capacity for 27"):
         model.generate(**batch, max_new_tokens=9, **{CACHE: caches[1]})
     assert caches[1].get_seq_length() == 27
-    with pytest.raises(ValueError, match="28 tokens, a static cache has room for 27"):
+    with pytest.raises(ValueError, match="28 tokens, a static cache has capacity for 27"):
         model(tokens(2, 1), **{CACHE: caches[1]})
-    with pytest.raises(ValueError, match="20 tokens, a static cache has room for 19"):
+    with pytest.raises(ValueError, match="20 tokens, a static cache has capacity for 19"):
         model(**batch, **{CACHE: caches[2]})
     torch.compiler.reset()
     sizes = torch.compile(lambda x: x + caches[1].get_mask_sizes(1, 0)[0], backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="a static cache has no room"):
+    with pytest.raises(RuntimeError, match="a static cache has no capacity"):
         sizes(torch.ones(1))
     caches[1].crop(-1)
     assert sizes(torch.ones(1)) == 2

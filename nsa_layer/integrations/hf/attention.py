@@ -48,29 +48,25 @@ def nsa_attention_forward(
     """Native Sparse Attention as an attention function of transformers.
 
     Args:
-        module: the layer.
+        module: the layer; of its configuration ``nsa`` and ``nsa_backend`` are read, if they are there.
         query: [B, Hq, T, D], the last T tokens of key's.
-        key: [B, Hkv, S, D].
-        value: [B, Hkv, S, Dv].
+        key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
         attention_mask: from `nsa_mask`.
-        scaling: factor of q . k.
         nsa_options: config, gates and weights by their names in `nsa`, and "compressors" for "k_cmp" and "v_cmp". None:
-            branches count 1/3 each, and config has the fields of ``module.config.nsa``. The backend is
-            ``module.config.nsa_backend``. Where the configuration lacks either, defaults.
+            branches count 1/3 each, and config has the fields of ``module.config.nsa``.
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
         max_length_q: an upper bound of their lengths, an integer of Python, NumPy or PyTorch.
         block_indices: [B, Hkv or Hq, T, n], the blocks of ``module.indexer.block_size`` keys that each query attends
             to, and to no others, counted with padding; -1 for none.
-        position_ids: [B or 1, T]; those of packed sequences start anew in each, which is looked at where there is no
-            padding, no ``cu_seq_lens_q`` and no cached token. A graph being compiled asserts that they do not.
+        position_ids: [B or 1, T]; read for packed sequences, see `of_positions`, where there is no padding, no
+            ``cu_seq_lens_q`` and no cached token.
 
     Returns:
         [B, T, Hq, Dv], and no attention weights. With cached tokens, or ``nsa_cache``, backward raises RuntimeError.
 
     Raises:
-        NotImplementedError: an option of the layer that sparse attention does not have. It warns once of those that it
-            does not know.
+        NotImplementedError: an option of the layer that sparse attention lacks; an unknown one is a warning, once.
         ValueError: rows with cached tokens that hold several sequences, or are not those of the cache.
     """
     causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
@@ -110,15 +106,10 @@ def nsa_attention_forward(
 
 
 def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSAConfig:
-    """The operator's options that ``config.nsa`` stands for.
-
-    Args:
-        value: an NSAConfig, fields of one, or None.
-        base: the fields that ``value`` does not name.
+    """The operator's options of ``config.nsa``, an NSAConfig, fields of one or None; ``base`` has the other fields.
 
     Raises:
-        TypeError: value is something else.
-        TypeError, ValueError: a field is unknown or bad.
+        TypeError, ValueError: value is something else, or a field is unknown or bad.
     """
     if isinstance(value, NSAConfig):
         return value

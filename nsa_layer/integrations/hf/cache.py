@@ -15,21 +15,21 @@ from nsa_layer.kvcache.api import nsa_with_kvcache
 from nsa_layer.kvcache.nsa_cache import LastingTensors, NSACache
 
 Tensor = torch.Tensor
-ROOM = 256  # tokens, where nobody says how many there will be
+CAPACITY = 256  # tokens, where nobody says how many there will be
 
 
 class NSACacheLayer(LastingTensors, CacheLayerMixin):
     """One layer's sequences, without their padding.
 
     Args:
-        max_cache_len: tokens to make room for at once; with more of them the cache grows, unless it is static.
+        max_cache_len: tokens to allocate at once; with more of them the cache grows, unless it is static.
         static: steps of one token for each row count on the device alone, so that they compile to one graph.
     """
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, max_cache_len: int = ROOM, static: bool = False) -> None:
+    def __init__(self, max_cache_len: int = CAPACITY, static: bool = False) -> None:
         super().__init__()
         self.max_cache_len, self.is_compileable = max_cache_len, static
         self.cache: NSACache | None = None
@@ -130,7 +130,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: sizes are known with the first tokens."""
+        """Do nothing: sizes are known with the first tokens."""
 
     def get_seq_length(self) -> int | Tensor:
         """Tokens of a row, its padding included; a tensor [1] where a graph is compiled."""
@@ -140,30 +140,25 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         return self._columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Places that a mask is asked for, and the first of them; ValueError where a static cache has too few."""
+        """Columns of a mask, and the first of them; ValueError where a static cache has too few."""
         columns = self.get_seq_length() + query_length
-        if self.is_compileable and torch.compiler.is_compiling():
-            if self.is_initialized:
-                torch._assert_async((columns <= self.max_cache_len).all(), "a static cache has no room for a token")
+        if isinstance(columns, Tensor):
+            torch._assert_async((columns <= self.max_cache_len).all(), "a static cache has no capacity for a token")
             return query_length, 0
-        self.require_room(columns)
+        self.require_capacity(columns)
         return columns, 0
 
-    def require_room(self, columns: int) -> None:
-        """Raise ValueError unless rows may have so many tokens, their padding included."""
+    def require_capacity(self, columns: int) -> None:
+        """Raise ValueError unless a row may have so many tokens, its padding included."""
         if self.is_compileable and columns > self.max_cache_len:
-            raise ValueError(f"rows would have {columns} tokens, a static cache has room for {self.max_cache_len}")
+            raise ValueError(f"rows would have {columns} tokens, a static cache has capacity for {self.max_cache_len}")
 
     def get_max_length(self) -> int:
         """Tokens of a row, at most; -1: it grows."""
         return self.max_cache_len if self.is_compileable else -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of all rows: minus so many.
-
-        Raises:
-            ValueError: the number is positive.
-        """
+        """Remove the last tokens of all rows, -n for n of them; ValueError for a positive number."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be at most 0, as -n for n tokens, got {tokens_to_remove}")
         self._crop_to(max(0, self.get_seq_length() + int(tokens_to_remove)))
@@ -182,11 +177,11 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         self._count()
         self._columns = columns
         if self.cache is not None:
-            left = columns
+            lengths = columns
             if self._is_token is not None:
                 later = max(0, columns - self._is_token.shape[1])
-                left = (self._is_token[:, :columns].sum(1) + later).tolist()
-            self.cache.crop(left)
+                lengths = (self._is_token[:, :columns].sum(1) + later).tolist()
+            self.cache.crop(lengths)
             self._store_padding()
 
 
@@ -197,12 +192,12 @@ class NSAModelCache(Cache):
 
     Args:
         config: the model's.
-        max_cache_len: tokens of a row, padding included, to make room for at once; with more of them it grows.
-        static: it does not grow, and `generate` on a GPU compiles the steps of a token. Steps without room are errors,
+        max_cache_len: tokens of a row, padding included, to allocate at once; with more of them it grows.
+        static: it does not grow, and `generate` on a GPU compiles the steps of a token. Steps beyond it are errors,
             in a compiled graph assertions.
     """
 
-    def __init__(self, config: PreTrainedConfig, max_cache_len: int = ROOM, *, static: bool = False) -> None:
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int = CAPACITY, *, static: bool = False) -> None:
         super().__init__(layers=[NSACacheLayer(max_cache_len, static) for _ in range(config.num_hidden_layers)])
 
     @property

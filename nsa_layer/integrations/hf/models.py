@@ -139,8 +139,8 @@ class _CausalLM:
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
         asked, kind = model_kwargs.get(CACHE), generation_config.cache_implementation
         if asked is None and kind in (None, "static") and generation_config.use_cache is not False:
-            room = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
-            model_kwargs[CACHE] = NSAModelCache(self.config, room, static=kind == "static")
+            capacity = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            model_kwargs[CACHE] = NSAModelCache(self.config, capacity, static=kind == "static")
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
@@ -150,7 +150,7 @@ class _CausalLM:
         """The mask for a static cache: none for a step behind a call's first one, whose shape would change in each."""
         is_step = inputs_embeds.shape[1] == 1 and options[CACHE].is_initialized
         if attention_mask is not None:
-            options[CACHE].layers[0].require_room(attention_mask.shape[1])
+            options[CACHE].layers[0].require_capacity(attention_mask.shape[1])
         return None if is_step and not options.get("is_first_iteration") else attention_mask
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
