@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -26,9 +27,9 @@ from nsa_layer.call_spec import CallSpec, Signature
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, kept_in_graphs
 from nsa_layer.support import device_arch, kernel_family
-from nsa_layer.warm_up.lookup import ENVIRONMENT, Order, Outcome
+from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel, Order
 
-WORKERS, PROGRESS = "NSA_COMPILE_WORKERS", "NSA_COMPILE_PROGRESS"
+WORKERS = "NSA_COMPILE_WORKERS"
 
 
 class Helper:
@@ -43,10 +44,8 @@ class Helper:
 
     def order(self, call: Signature) -> None:
         """Have a call's kernels compiled, at its first miss. The call compiles them itself if no process can be."""
-        jobs = processes()
-        if jobs < 2:
+        if (jobs := processes()) < 2:
             return
-        progress = os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
         environment = _environment(_own_target())
         with self.lock:
             if call in self.ordered:
@@ -56,7 +55,7 @@ class Helper:
                 if self.process is None or self.process.poll() is not None or self.environment != environment:
                     self.process, self.connection = _start(environment)
                     self.environment = environment
-                self.connection.send(Order((call,), jobs, ahead=False, progress=progress))
+                self.connection.send(Order((call,), jobs, ahead=False))
             except OSError:  # too many processes, too little memory, or it has just ended
                 return
 
@@ -81,8 +80,8 @@ def processes() -> int:
     return int(workers)
 
 
-def compile_calls(calls: Iterable[Signature], *, target: dict[str, str], jobs: int) -> Iterator[int | Outcome]:
-    """Compile each kernel of the calls once; yields their number, then outcomes as they come.
+def compile_calls(calls: Iterable[Signature], *, target: dict[str, str], jobs: int) -> Iterator[int | Kernel]:
+    """Compile each kernel of the calls once; yields their number, then kernels as they are done.
 
     Args:
         target: variables of the architecture that is compiled for, see `lookup.ENVIRONMENT`.
@@ -146,9 +145,9 @@ def warm_up(
         # Where the host does not know lengths, lists have room for one sequence of all tokens.
         for lengths in ((T,) * B, (B * T, *[0] * (B - 1))) if packed else (None,):
             calls.append(Signature(tensors, CallSpec(config, causal, D**-0.5, lengths), plan, backward))
-    for outcome in compile_calls(calls, target=_own_target(), jobs=max(1, processes())):
-        if isinstance(outcome, Outcome) and outcome.error:
-            raise RuntimeError(f"{outcome.kernel}: {outcome.error}")
+    for kernel in islice(compile_calls(calls, target=_own_target(), jobs=max(1, processes())), 1, None):
+        if kernel.error:
+            raise RuntimeError(f"{kernel.name}: {kernel.error}")
     return time.perf_counter() - begin
 
 

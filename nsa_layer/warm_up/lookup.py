@@ -30,21 +30,16 @@ ENVIRONMENT = {
     100: {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"},
 }
 
-Finds = Callable[[object, object, str], bool]
 
+class Kernel(NamedTuple):
+    """A kernel of a call by its name and its file in the cache, and what became of it.
 
-class Wanted(NamedTuple):
-    """A kernel of a call by its name, and its file in the cache."""
+    Attributes:
+        seconds: that compiling took; None where the cache had it.
+    """
 
     name: str
     file: Path
-    call: Signature
-
-
-class Outcome(NamedTuple):
-    """A kernel of a call, with the seconds it took, None where the cache had it, or the error."""
-
-    kernel: str
     call: Signature
     seconds: float | None = None
     error: str | None = None
@@ -55,54 +50,49 @@ class Order(NamedTuple):
 
     Attributes:
         jobs: processes that it forks.
-        ahead: of the calls: outcomes are sent, and kernels that another process compiles are waited for.
-        progress: a line on standard error says, after two seconds, how many kernels are compiled.
+        ahead: of the calls: kernels are sent back, and those that another process compiles are waited for.
     """
 
     calls: tuple[Signature, ...]
     jobs: int
     ahead: bool = True
-    progress: bool = False
 
 
 def kernel_files(call: Signature) -> dict[str, Path]:
-    """The call's kernels, each as folder and file in the cache, in the order of their launches, and their paths.
+    """The call's kernels in the order of their launches: names, as folder and file in the cache, and paths.
 
-    The process must have a target's `ENVIRONMENT`, for `compile_kernel` too.
-
-    Raises:
-        RuntimeError: kernels are not kept on disk.
+    The process must have a target's `ENVIRONMENT`, for `compile_kernel` too; RuntimeError without a cache on disk.
     """
     files: dict[str, Path] = {}
 
-    def note(cache: object, key: object, name: str) -> bool:
+    def note(cache: object, name: str) -> bool:
         files[name] = cache.cache_path / f"{name.split('/')[1]}.o"
         return True
 
-    with _lookups(note):
+    with lookups(note):
         make_call(call)
     return files
 
 
-def compile_kernel(kernel: Wanted, *, wait: bool = True) -> Outcome:
-    """Compile a kernel unless the cache has it; any error of the compiler is its outcome.
+def compile_kernel(kernel: Kernel, *, wait: bool = True) -> Kernel:
+    """Compile a kernel unless the cache has it; an error of the compiler is noted in what is returned.
 
     Args:
         wait: for a process that is compiling it; otherwise it is left to that one.
     """
     from flash_attn.cute.runtime import kernel_cache
 
-    outcome, begin = Outcome(kernel.name, kernel.call), time.perf_counter()
+    begin = time.perf_counter()
     if kernel.file.exists() or not wait and kernel_cache.TURNS.is_taken(kernel.file.with_suffix(".turn")):
-        return outcome
+        return kernel
     try:
-        with _lookups(lambda cache, key, name: name != kernel.name):
+        with lookups(lambda cache, name: name != kernel.name):
             make_call(kernel.call)
     except Exception as error:  # the compiler raises many kinds
-        return outcome._replace(error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        return kernel._replace(error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     if not kernel.file.exists():
-        return outcome._replace(error=f"the call asks for no such kernel, or none could be written to {kernel.file}")
-    return outcome._replace(seconds=time.perf_counter() - begin)
+        return kernel._replace(error=f"the call asks for no such kernel, or none could be written to {kernel.file}")
+    return kernel._replace(seconds=time.perf_counter() - begin)
 
 
 def _stand_in(*arguments: object, **named: object) -> None:
@@ -111,8 +101,8 @@ def _stand_in(*arguments: object, **named: object) -> None:
 
 
 @contextmanager
-def _lookups(found: Finds) -> Iterator[None]:
-    """While entered, the cache holds a stand-in for every kernel for which ``found(cache, key, name)`` is true."""
+def lookups(stands_in: Callable[[object, str], bool]) -> Iterator[None]:
+    """While entered, the cache holds a stand-in for every kernel for which ``stands_in(cache, name)`` is true."""
     from flash_attn.cute import cache_utils
     from nsa_layer.kernels import launch
 
@@ -122,7 +112,7 @@ def _lookups(found: Finds) -> Iterator[None]:
     looks_up = kind.__contains__
 
     def contains(cache: cache_utils.JITPersistentCache, key: object) -> bool:
-        if not found(cache, key, f"{cache.cache_path.name}/{cache._key_to_hash(key)}"):
+        if not stands_in(cache, f"{cache.cache_path.name}/{cache._key_to_hash(key)}"):
             return looks_up(cache, key)
         if key not in cache.cache:
             cache.cache[key] = _stand_in
@@ -140,9 +130,8 @@ def _lookups(found: Finds) -> Iterator[None]:
             del cache.cache[key]
 
 
-class _Unlinked(TorchFunctionMode):
-    """Lets PyTorch without CUDA or a GPU run operators on fake GPU tensors: those that look for one run on meta
-    tensors."""
+class OnMeta(TorchFunctionMode):
+    """Runs operators on fake GPU tensors without CUDA or a GPU: on meta tensors where they look for one."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -170,7 +159,7 @@ def make_call(call: Signature) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), _Unlinked(), torch.no_grad():
+    with FakeTensorMode(), OnMeta(), torch.no_grad():
         tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
         if call.plan is not None:
             return _make(CallTensors(**tensors), call)

@@ -1,9 +1,9 @@
 """`python -m nsa_layer.warm_up.worker FD`: the helper process, which compiles the kernels of calls, several at once.
 
 Receives each `Order` over the connection and forks to compile, so that what the compiler imports is imported once. Of
-an order ahead of calls it sends the number of kernels and then each `Outcome`, or the error that prevents all. It ends
-when it had nothing to do for a while, or when the process that started it closes the connection or ends, and all that
-it forked ends with it.
+an order ahead of calls it sends the number of kernels and then each `Kernel`, or the error that prevents all. Of others
+a line on standard error says, after two seconds, how many kernels are compiled. It ends when it had nothing to do for a
+while, or when the process that started it closes the connection or ends, and all that it forked ends with it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import warnings
 from functools import partial
 from multiprocessing.connection import Connection
 
-from nsa_layer.warm_up.lookup import Order, Wanted, compile_kernel, kernel_files
+from nsa_layer.warm_up.lookup import Kernel, Order, compile_kernel, kernel_files
 
 IDLE = 300.0  # seconds without an order before it ends
+PROGRESS = "NSA_COMPILE_PROGRESS"
 PATIENCE = 2.0  # seconds before a line says what is waited for
 # Those that take longest come first: a step waits for the last one.
 SLOW = ("bwd_dq", "nsa_block_topk", "fwd", "bwd_dkdv", "bwd", "nsa_token_topk", "nsa_gated_sum_backward")
@@ -48,26 +49,23 @@ def compile_order(order: Order, connection: Connection) -> None:
         if order.ahead:
             return connection.send(error)
         return _say(f"compiling one kernel after the other: {type(error).__name__}: {error}")
-    if order.ahead:
-        connection.send(len(kernels))
     line = threading.Timer(max(0.0, begin + PATIENCE - time.monotonic()), _say_missing, (kernels,))
     line.daemon = True
-    if order.progress:
+    if order.ahead:
+        connection.send(len(kernels))
+    elif os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0":
         line.start()
     fork = multiprocessing.get_context("fork")
     with fork.Pool(max(1, min(order.jobs, len(kernels))), partial(_end_with, connection.fileno())) as pool:
-        for outcome in pool.imap_unordered(partial(compile_kernel, wait=order.ahead), kernels):
+        for kernel in pool.imap_unordered(partial(compile_kernel, wait=order.ahead), kernels):
             if order.ahead:
-                connection.send(outcome)
+                connection.send(kernel)
     line.cancel()
 
 
-def _kernels(order: Order) -> list[Wanted]:
-    """The kernels of all calls, each once; imports what compiles them."""
-    kernels: dict[str, Wanted] = {}
-    for call in order.calls:
-        for name, file in kernel_files(call).items():
-            kernels.setdefault(name, Wanted(name, file, call))
+def _kernels(order: Order) -> list[Kernel]:
+    """The kernels of all calls, each once, slow ones first; imports what compiles them."""
+    kernels = {name: Kernel(name, file, call) for call in order.calls for name, file in kernel_files(call).items()}
     if not all(kernel.file.exists() for kernel in kernels.values()):
         from flash_attn.cute.runtime.lazy_imports import import_compiler
 
@@ -76,7 +74,7 @@ def _kernels(order: Order) -> list[Wanted]:
     return sorted(kernels.values(), key=lambda kernel: ranks.get(kernel.name.split("/")[0], len(SLOW)))
 
 
-def _say_missing(kernels: list[Wanted]) -> None:
+def _say_missing(kernels: list[Kernel]) -> None:
     missing = sum(not kernel.file.exists() for kernel in kernels)
     if missing:
         _say(f"compiling {missing} of {len(kernels)} kernels, once per configuration")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from nsa_layer.fork import fork_status
 from nsa_layer.support import Request, missing_feature
 from nsa_layer.warm_up.api import compile_calls
-from nsa_layer.warm_up.lookup import ENVIRONMENT, Outcome
+from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel
 from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, shapes
 from nsa_tools.report.tables import markdown
 from nsa_tools.shape import Shape
@@ -38,21 +38,21 @@ def main(argv: list[str]) -> int:
         parser.error(f"{status.detail}; {status.remedy}")
     try:
         begin = time.perf_counter()
-        outcomes = {arch: list(compile_for(arch, calls[arch], jobs=options.jobs)) for arch in calls}
+        kernels = {arch: list(compile_for(arch, calls[arch], jobs=options.jobs)) for arch in calls}
     except (RuntimeError, ValueError, NotImplementedError) as error:
         parser.error(str(error))
-    failed = [outcome for of_arch in outcomes.values() for outcome in of_arch if outcome.error]
-    for outcome in failed:
-        print(f"{outcome.kernel} of {outcome.call}\n    {outcome.error}", file=sys.stderr)
-    text = f"{summary(outcomes)}\n\n{time.perf_counter() - begin:.1f} s, {options.jobs} at once"
+    failed = [kernel for of_arch in kernels.values() for kernel in of_arch if kernel.error]
+    for kernel in failed:
+        print(f"{kernel.name} of {kernel.call}\n    {kernel.error}", file=sys.stderr)
+    text = f"{summary(kernels)}\n\n{time.perf_counter() - begin:.1f} s, {options.jobs} at once"
     if options.seqlen is not None:
         print("\n".join(call.describe() for call in calls[options.arch[0]]) + "\n")
     print(text)
     return 1 if failed else 0
 
 
-def compile_for(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Outcome]:
-    """Compile each kernel of the calls once, in so many processes; yields outcomes as they come.
+def compile_for(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Kernel]:
+    """Compile each kernel of the calls once, in so many processes; yields kernels as they are done.
 
     Raises:
         RuntimeError: kernels are not kept on disk.
@@ -63,16 +63,16 @@ def compile_for(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Outcome
     yield from tqdm(said, total=next(said), unit="kernel", desc=f"sm_{arch}a")
 
 
-def summary(outcomes: dict[int, list[Outcome]]) -> str:
+def summary(kernels: dict[int, list[Kernel]]) -> str:
     """A table by architecture and kernel: how many variants compiled, were in the cache, and failed; the slowest."""
-    groups: dict[tuple[str, str], list[Outcome]] = {}
-    for arch, of_arch in outcomes.items():
-        for outcome in of_arch:
-            groups.setdefault((f"sm_{arch}a", outcome.kernel.split("/")[0]), []).append(outcome)
+    groups: dict[tuple[str, str], list[Kernel]] = {}
+    for arch, of_arch in kernels.items():
+        for kernel in of_arch:
+            groups.setdefault((f"sm_{arch}a", kernel.name.split("/")[0]), []).append(kernel)
     rows = []
     for key, group in sorted(groups.items()):
-        failed = sum(outcome.error is not None for outcome in group)
-        seconds = [outcome.seconds for outcome in group if outcome.seconds is not None]
+        failed = sum(kernel.error is not None for kernel in group)
+        seconds = [kernel.seconds for kernel in group if kernel.seconds is not None]
         slowest = f"{max(seconds):.1f}" if seconds else ""
         rows.append([*key, len(seconds), len(group) - len(seconds) - failed, failed, slowest])
     return markdown(["target", "kernel", "compiled", "in the cache already", "failed", "slowest (s)"], rows, left=2)

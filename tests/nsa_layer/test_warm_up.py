@@ -69,8 +69,8 @@ def own_call(call, bounded=False):
 
 def asked(call, **how):
     names = {}
-    with lookup._lookups(lambda cache, key, name: names.setdefault(name, True)):
-        with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
+    with lookup.lookups(lambda cache, name: names.setdefault(name, True)):
+        with FakeTensorMode(), lookup.OnMeta(), torch.no_grad():
             own_call(call, **how)
     return list(names)
 """
@@ -136,7 +136,7 @@ for lengths, bound, lead in ((None, None, (2, 30)), ((7, 53), None, (60,)), (Non
 CALLED = """
 from nsa_layer.warm_up import api
 api._helper.order = None  # nothing has to be compiled
-with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
+with FakeTensorMode(), lookup.OnMeta(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
 print(*sorted({"quack", "flash_attn.cute.flash_fwd_sm90"} & set(sys.modules)))
 """
@@ -144,7 +144,7 @@ print(*sorted({"quack", "flash_attn.cute.flash_fwd_sm90"} & set(sys.modules)))
 # The call compiles what it needs, forward alone, while the helper compiles all of the step.
 BESIDE = """
 import time
-with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
+with FakeTensorMode(), lookup.OnMeta(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
     own_call(shape(gate="none", backward=False))
 from nsa_layer import NSAConfig
@@ -183,7 +183,7 @@ def test_names_are_found_where_pytorch_with_cuda_sees_no_gpu() -> None:
         return x.mT.contiguous()
 
     with FakeTensorMode():
-        found = lookup._Unlinked().__torch_function__(look, (), (torch.empty(3, 5, device="cuda"),))
+        found = lookup.OnMeta().__torch_function__(look, (), (torch.empty(3, 5, device="cuda"),))
     assert (found.device.type, found.shape, found.stride()) == ("cuda", (5, 3), (3, 1))
 
 
@@ -278,15 +278,13 @@ def test_one_helper_compiles_for_all_calls_until_it_ends(started: Started, monke
     for call in ("one", "two", "one"):
         helper.order(call)
     first = started.theirs[0]
-    assert [first.recv() for _ in range(2)] == [Order((call,), 2, False, True) for call in ("one", "two")]
+    assert [first.recv() for _ in range(2)] == [Order((call,), 2, False) for call in ("one", "two")]
     assert not first.poll() and len(started.processes) == 1
     started.end()
     helper.order("three")
     monkeypatch.setenv("NSA_COMPILE_PROGRESS", "0")  # another environment
     helper.order("four")
-    assert [theirs.recv() for theirs in started.theirs[1:]] == [
-        Order((call,), 2, False, progress) for call, progress in (("three", True), ("four", False))
-    ]
+    assert [theirs.recv().calls for theirs in started.theirs[1:]] == [("three",), ("four",)]
 
 
 def test_a_call_goes_on_where_no_process_can_be_started(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:

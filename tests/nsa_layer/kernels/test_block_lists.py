@@ -12,7 +12,7 @@ from kernel_cases import poison, starts
 from fuzz.blocks import each_tensor
 from fuzz.choices import random_choice
 from nsa_layer.config import NSAConfig
-from nsa_layer.warm_up.lookup import _Unlinked
+from nsa_layer.warm_up.lookup import OnMeta
 from nsa_tools.testing.pasteable import Pasteable
 
 
@@ -164,7 +164,7 @@ def trace_lists(fields_of_case: dict) -> None:
     """In a compiling worker: everything that `made` launches."""
     case = Case(**fields_of_case)
     shape = (case.heads[1], sum(map(case.config.num_tiles, case.lengths)), case.config.list_width(max(case.lengths)))
-    with _Unlinked():
+    with OnMeta():
         both_lists(case, torch.empty(shape if case.packed else (2, *shape), dtype=torch.int32, device="cuda"))
 
 

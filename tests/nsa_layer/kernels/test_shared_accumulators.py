@@ -30,7 +30,7 @@ def accumulators(changes: dict) -> tuple[int, int, int]:
         made.append(original(*args, **options))
         return made[-1]
 
-    with patch.object(backward, "backward_layouts", noted), lookup._lookups(lambda *asked: True):
+    with patch.object(backward, "backward_layouts", noted), lookup.lookups(lambda *asked: True):
         for _ in range(2):
             lookup.make_call(Shape(Dv=call["D"], **call).signature())
     assert made[0] is made[1], "layouts are looked up where the same call came before"

@@ -15,7 +15,7 @@ from nsa_layer.kernels.union_lists import key_csr
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
 from nsa_layer.kernels.union_lists.sizes import most_partials, tokens_of_tile, words_of_entry
 from nsa_layer.kernels.union_lists.unions import union_lists
-from nsa_layer.warm_up.lookup import _Unlinked
+from nsa_layer.warm_up.lookup import OnMeta
 from nsa_tools.testing.pasteable import Pasteable
 
 
@@ -228,7 +228,7 @@ def test_lists_are_those_of_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch)
 def trace_lists(fields_of_case: dict) -> None:
     """In a compiling worker: everything that `made` launches."""
     case = Case(**fields_of_case)
-    with _Unlinked():
+    with OnMeta():
         made(case, [torch.empty(L, case.heads, case.n, dtype=torch.int32, device="cuda") for L in case.lists])
 
 
