@@ -1,0 +1,311 @@
+"""The host's work for a call: microseconds, nothing unbounded, no waits for the device, no imports of compilers."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layer_calls import needs_hopper, no_waits
+from stub_kernels import LAUNCHED, launches, stubbed_layer, stubs
+
+from flash_attn.cute.runtime import repeated_calls
+from nsa_layer import NSAConfig, checks, nsa
+from nsa_layer.cute import grad_accum
+from nsa_layer.cute.token_unions import query_lists
+from nsa_layer.warm_up.lookup import ENVIRONMENT
+from nsa_tools.measure.peak_memory import peak_bytes
+from nsa_tools.testing.cases import Case, make_inputs, run
+
+SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["choice", "lists of backward"])
+def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
+    """Eight times the tokens take eight times the bytes: no scores of all tiles by all blocks, no bitmap of them."""
+    from nsa_layer.cute import selected_branch
+    from nsa_layer.cute.topk_dispatch import block_topk
+
+    case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(q_tile=128))
+    config, taken = case.config, []
+    for T in (1 << 13, 1 << 16):
+        q = torch.empty(1, T, 4, 64, dtype=torch.bfloat16)
+        k_mean = torch.empty(1, config.compressed_length(T), 2, 64)
+        indices = torch.zeros(1, 2, config.num_tiles(T), config.list_width(T), dtype=torch.int32)
+        counts = torch.ones_like(indices[..., 0])
+
+        def call() -> object:
+            if not lists:
+                return block_topk(q, k_mean, spec=case.spec, varlen=None)
+            static = dict(spec=case.spec, backward=True, block_counts=counts)
+            return selected_branch.selected_options(indices, T, (4, 2), **static)
+
+        with stubs():
+            call()
+            taken.append(peak_bytes(call, "cpu"))
+    assert 0 < taken[1] <= 8.5 * taken[0], taken
+
+
+def test_a_warm_call_asks_nothing_of_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of the DSL on two ints takes 5 microseconds and more."""
+    import cutlass.cute as cute
+
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    q, k = (torch.empty(1, 256, H, 128, dtype=torch.bfloat16) for H in (4, 2))
+    with stubs():
+        _flash_attn_fwd(q, k, k, causal=True)
+        monkeypatch.setattr(cute, "ceil_div", None)
+        _flash_attn_fwd(q, k, k, causal=True)
+
+
+def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    inputs = make_inputs(case, "cuda")
+    return {name: x.requires_grad_() for name, x in inputs.tensors().items()}, inputs.do, inputs.cu_seqlens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("starts", [None, "cuda", "cpu"], ids=["batch", "packed", "starts on the host"])
+@pytest.mark.parametrize("q_tile, deterministic", [(1, False), (1, True), (128, True)])
+def test_the_host_never_waits(q_tile: int, deterministic: bool, starts: str | None) -> None:
+    """Starts of packed sequences that the host knows, or the GPU alone."""
+    if deterministic:
+        needs_hopper()
+    lengths, config = starts and (700, 1, 0, 323), NSAConfig(q_tile=q_tile, deterministic=deterministic)
+    case = Case(T=1024, **SMALL, lengths=lengths, config=config, compress_weights=True)
+    tensors, do, cu_seqlens = inputs_of(case)
+    if starts is not None:
+        cu_seqlens = cu_seqlens.to(starts)
+    call = lambda: nsa(**tensors, config=case.config, cu_seqlens=cu_seqlens)  # noqa: E731
+    for _ in range(3):
+        torch.autograd.grad(call(), list(tensors.values()), do)
+    with no_waits():
+        torch.autograd.grad(call(), list(tensors.values()), do)
+
+
+@pytest.mark.gpu
+def test_host_time() -> None:
+    """A call makes three of attention, and launches eight kernels of its own: 8 to 10 times the time of one."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    case = Case(T=4096, Hq=32, Hkv=8, D=128, dtype=torch.bfloat16)
+    tensors, _, _ = inputs_of(case)
+    q, k, v = (tensors[name].detach() for name in "qkv")
+    calls = dict(layer=lambda: nsa(**tensors), attention=lambda: _flash_attn_fwd(q, k, v, causal=True))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(60):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begin)
+    layer, attention = (statistics.median(found[10:]) for found in seconds.values())
+    assert layer < 13 * attention
+
+
+STEPS = """
+import sys
+import torch
+import nsa_layer
+assert "cutlass" not in sys.modules, "imported with the layer"
+from stub_kernels import LAUNCHED, stubbed_layer
+from nsa_tools.testing.cases import Case, make_inputs
+
+for lengths in (None, (300, 0, 70)):
+    case = Case(T=300, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, lengths=lengths)
+    inputs = make_inputs(case)
+    leaves = {name: x.requires_grad_() for name, x in inputs.tensors().items()}
+    for _ in range(3):
+        with stubbed_layer():
+            o = nsa_layer.nsa(**leaves, cu_seqlens=inputs.cu_seqlens, backend="cute")
+            (o * inputs.do).sum().backward()  # given a gradient, PyTorch itself imports sympy
+assert len(LAUNCHED) > 60, len(LAUNCHED)
+print(*sorted({"quack", "triton", "sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)))
+from nsa_layer.kernels import launch
+launch._load_or_compile("none", ("key",), lambda: print("quack is there:", "quack" in sys.modules))
+"""
+
+
+def test_steps_with_compiled_kernels_import_no_compiler() -> None:
+    """But what compiles finds quack there: without it the DSL takes less of Python."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | ENVIRONMENT[90] | {"PYTHONPATH": path}
+    result = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["", "quack is there: True"]
+
+
+OURS = ("flash_attn.cute", "nsa_layer")
+CONFIGS = [
+    NSAConfig(block_counts=4, q_tile=128, window_size=192),
+    NSAConfig(block_counts=4, q_tile=128, window_size=192, deterministic=True),
+    NSAConfig(block_counts=4, q_tile=128, block_size=128, window_size=192),
+    NSAConfig(block_counts=4, q_tile=1, window_size=192),
+]
+
+
+def step(draw: random.Random) -> None:
+    """Forward and backward of a batch or a pack that never came before; what is launched is thrown away."""
+    T = draw.randint(1, 1500)
+    shape: dict[str, object] = dict(T=T, B=draw.randint(1, 2))
+    if draw.random() < 0.5:
+        cuts = sorted(draw.randint(0, T) for _ in range(draw.randint(0, 3)))
+        shape = dict(lengths=tuple(b - a for a, b in zip([0, *cuts], [*cuts, T])))
+    case = Case(Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, config=draw.choice(CONFIGS), gate="given", **shape)
+    run("cute", make_inputs(case))
+    LAUNCHED.clear()
+
+
+@lru_cache(maxsize=None)
+def unbounded_cache() -> None:
+    """For its type."""
+
+
+def unbounded() -> Iterator[tuple[str, int]]:
+    """Entries of all that our modules keep and nothing bounds: caches of functions, containers, compiled kernels."""
+    bounded = {id(checks._passed), id(grad_accum._known), id(repeated_calls._calls)}
+    for module in [m for name, m in sys.modules.items() if name.startswith(OURS)]:
+        for name, value in vars(module).items():
+            where = f"{module.__name__}.{name}"
+            if isinstance(value, type(unbounded_cache)):
+                if value.cache_info().maxsize is None:
+                    yield where, value.cache_info().currsize
+            elif isinstance(value, (dict, list, set)) and id(value) not in bounded and not name.startswith("__"):
+                yield where, len(value)
+            elif hasattr(value, "compile_cache") and hasattr(value.compile_cache, "cache"):
+                yield f"{where}.compile_cache", len(value.compile_cache.cache)
+
+
+def test_nothing_unbounded_grows_with_new_lengths() -> None:
+    draw = random.Random(0)
+    with stubbed_layer():
+        for _ in range(60):
+            step(draw)
+        before = dict(unbounded())
+        for _ in range(60):
+            step(draw)
+        after = dict(unbounded())
+    assert sum(before.values()) > 100 and "nsa_layer.kernels.launch._compiled" in before
+    # A kernel more for sizes that did not come before is one of a handful; one for each length would be sixty.
+    grown = {name: (size, after[name]) for name, size in before.items() if after[name] > size + 4}
+    assert not grown
+
+
+def test_what_is_kept_of_each_shape_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(1)
+    for owner, name in ((checks, "CAPACITY"), (grad_accum, "KNOWN"), (repeated_calls, "MOST")):
+        monkeypatch.setattr(owner, name, 8)
+    kept = (checks._passed, grad_accum._known, repeated_calls._calls)
+    for each in kept:
+        each.clear()
+    most = [0] * len(kept)
+    with stubbed_layer():
+        for _ in range(30):
+            step(draw)
+            most = [max(so_far, len(each)) for so_far, each in zip(most, kept)]
+    assert most == [8] * len(kept)
+    for each in kept:
+        each.clear()
+
+
+def tensors(**sizes: int) -> tuple[torch.Tensor, ...]:
+    of = dict(T=256, S=512, Hq=4, Hkv=2, D=128) | sizes
+    shapes = (of["T"], of["Hq"]), (of["S"], of["Hkv"]), (of["S"], of["Hkv"])
+    return tuple(torch.zeros(1, *shape, of["D"], dtype=torch.bfloat16) for shape in shapes)
+
+
+def lists() -> Any:
+    case = Case(T=256, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=4))
+    of_tokens, offset = torch.zeros(1, 256, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    return query_lists(of_tokens, 2, 256, 512, spec=case.spec, q_offset=offset)
+
+
+def offset() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
+CALLS = {
+    "causal": lambda: (tensors(), dict(causal=True, softmax_scale=0.1)),
+    "window": lambda: (tensors(), dict(window_size_left=63, window_size_right=0, q_offset=offset())),
+    "compressed": lambda: (tensors(S=8), dict(causal=True, compress_factor=64, compress_offset=63, q_offset=offset())),
+    "lists": lambda: (tensors(), dict(causal=True, block_sparse_tensors=lists(), pack_gqa=True, q_offset=offset())),
+}
+
+
+def told(call: Any) -> list:
+    """The launches of a call of these tensors, with addresses told by the input."""
+    (q, k, v), options = call
+    named = [x for value in options.values() for x in (value if isinstance(value, tuple) else (value,))]
+    inputs = [q, k, v, *(x for x in named if isinstance(x, torch.Tensor))]
+    return launches(lambda: repeated_calls.attend(q, k, v, **options), inputs)[0]
+
+
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Calls of the interface."""
+    from flash_attn.cute import interface
+
+    monkeypatch.setattr(repeated_calls, "_calls", {})  # else they may become too many in the middle of a test
+    made, function = [], interface._flash_attn_fwd
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(options)
+        return function(*args, **options)
+
+    with stubs():
+        counted.compile_cache = function.compile_cache
+        monkeypatch.setattr(interface, "_flash_attn_fwd", counted)
+        yield made
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_is_launched_for_other_tensors(interface: list, name: str) -> None:
+    first, again = told(CALLS[name]()), told(CALLS[name]())
+    assert len(first) == len(interface) == 1 and again == first
+
+
+def test_calls_apart_are_not_taken_for_one_another(interface: list) -> None:
+    (q, k, v), options = CALLS["window"]()
+    calls = [((q, k, v), options), (tensors(T=128), options), ((q, k, v), options | dict(window_size_left=31))]
+    heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
+    calls += [((q.half(), k.half(), v.half()), options), ((q, heads_first, v), options)]
+    for call in calls * 2:
+        told(call)
+    assert len(interface) == len(calls)
+
+
+@pytest.mark.parametrize("name", ["one tensor", "copied"])
+def test_calls_whose_tensors_are_not_known_by_address(interface: list, name: str) -> None:
+    (q, k, v), options = CALLS["causal"]()
+    v = k if name == "one tensor" else torch.zeros(1, 512, 2, 129, dtype=torch.bfloat16)[..., :128]
+    for _ in range(2):
+        told(((q, k, v), options))
+    assert len(interface) == 2
+
+
+def test_gradients_are_left_out(interface: list) -> None:
+    (q, k, v), options = CALLS["causal"]()
+    told(((q, k, v), options))
+    with torch.no_grad():
+        told(((q.requires_grad_(), k, v), options))
+    assert len(interface) == 1
+
+
+def test_outputs_that_are_given_are_written(interface: list) -> None:
+    """By the first call and by those after."""
+    (q, k, v), options = CALLS["causal"]()
+    o, lse = torch.zeros_like(q), torch.zeros(1, 4, 256)
+    for _ in range(2):
+        noted, _ = launches(lambda: repeated_calls.attend(q, k, v, (o, lse), **options), [q, k, v, o, lse])
+        places = [arg[0] for _, args in noted for arg in args if isinstance(arg[0], tuple)]
+        assert places == [("input", i) for i in range(5)]
+    assert len(interface) == 1
