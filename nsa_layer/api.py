@@ -136,7 +136,7 @@ def nsa(
     how = dict(spec=spec, memory=memory, needs_grad=needs_grad, return_aux=return_aux)
     with autocast.off(q.device):
         if cp is not None:
-            o, aux = gather.attend(cp, name, tensors, **how)
+            o, aux = gather.attend(cp, name, tensors, spec=spec, memory=memory, return_aux=return_aux)
         elif name == "reference":
             from nsa_layer import reference
 

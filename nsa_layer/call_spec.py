@@ -30,7 +30,7 @@ class CallSpec:
         branches: that are computed: all, of which one without a size is none, or the selected one alone, which is
             `selected_attention`.
         window: of each packed sequence, or of a batch for all, (keys, position of the first query among them) of the
-            sliding window, where it reads other keys than those of all tokens; else None. For kernels alone.
+            sliding window, where ``k_win`` and ``v_win`` have other rows than k and v; else None.
     """
 
     config: NSAConfig
@@ -126,7 +126,9 @@ class CallTensors(NamedTuple):
             split = {name: x.unbind() for name, x in own.items()}
         else:
             config, keys = spec.config, spec.key_lengths
-            sizes = dict.fromkeys(("q", "gates"), spec.lengths) | dict.fromkeys(("k", "v", "k_win", "v_win"), keys)
+            of_window = keys if spec.window is None else [length for length, _ in spec.window]
+            sizes = dict.fromkeys(("q", "gates"), spec.lengths) | dict.fromkeys(("k", "v"), keys)
+            sizes |= dict.fromkeys(("k_win", "v_win"), of_window)
             sizes |= dict.fromkeys(("k_cmp", "v_cmp"), tuple(map(config.compressed_length, keys)))
             sizes["block_indices"] = tuple(map(config.num_tiles, spec.lengths))
             # split, not slices: the backward of a slice fills a gradient as long as the whole pack.

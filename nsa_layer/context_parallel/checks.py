@@ -142,7 +142,7 @@ def check_shard(
         if name in WEIGHTS:
             return x.to("meta")
         layout, dim = layouts[KINDS[name]], 0 if packed else 1
-        expected = sum(layout.rank_counts(cp.rank))
+        expected = layout.local(cp.rank)
         if x.shape[dim] != expected:
             lead = (expected,) if packed else (q.shape[0], expected)
             raise ValueError(f"{name} must have this rank's {KINDS[name]}, {lead}, first, got shape {tuple(x.shape)}")

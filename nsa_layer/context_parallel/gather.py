@@ -1,7 +1,6 @@
 """Mode "gather": each rank attends with its own queries to the keys and values of all ranks.
 
-Compressed keys are made by the rank that holds a block's first token. In graphs, which the compiler makes of all this,
-exchanges are collectives and attention is operators.
+Graphs have all of a call in the operators ``gather`` and ``gather_backward``.
 """
 
 from __future__ import annotations
@@ -14,15 +13,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.block_mlp import compressed
-from nsa_layer.call_spec import SELECTED_ALONE, Aux, CallSpec, CallTensors, require_choice_by_token
-from nsa_layer.config import ListConfig, NSAConfig
-from nsa_layer.context_parallel.gather_loop import WINDOW, GatherCall, attend_in_steps
-from nsa_layer.context_parallel.halo import compress_shard, mean_pool_on_kernels, with_halo
-from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, head_steps, query_shards
+from nsa_layer import autocast
+from nsa_layer.call_spec import (
+    DIFFERENTIABLE,
+    SELECTED_ALONE,
+    Aux,
+    CallSpec,
+    CallTensors,
+    Saved,
+    require_choice_by_token,
+)
+from nsa_layer.checks import check_lengths
+from nsa_layer.config import NSAConfig
+from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW, GatherCall, GatherLoop
 from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.transport import CP, define, ranks_of, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
-from nsa_layer.operators.registration import is_recorded
+from nsa_layer.derivatives import first_derivatives
+from nsa_layer.operators.arguments import CONFIG, NAMES, apart, spec_of, static_arguments
+from nsa_layer.operators.registration import OPS, is_recorded
+from nsa_layer.saved import with_room
 
 Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on this mode was measured to be faster than "heads"
@@ -48,22 +58,22 @@ def attend(
     *,
     spec: CallSpec,
     memory: MemoryPolicy = MemoryPolicy(),
-    needs_grad: bool = True,
     return_aux: bool = True,
-) -> tuple[Tensor, Aux | None]:
-    """`nsa` on a rank's queries; arguments as `nsa` has checked them, ``spec`` of the whole call.
+) -> tuple[Tensor, Aux | Tensor | None]:
+    """`nsa` on a rank's queries, or `selected_attention`, which gives the LSE; arguments as have been checked.
+
+    Args:
+        spec: of the whole call.
 
     Raises:
         NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut; or a graph would have to
             know lengths.
     """
-    packed, config, listed = tensors.cu_seqlens is not None, spec.config, tensors.block_indices is not None
-    tensors, in_graph, gathered = _with_fixed_sizes(tensors), is_recorded(tensors.q), ("k", "v")
-    local = tensors.q.shape[-3]
-    if in_graph and packed:  # operators read lengths when they run
-        spec, tensors = replace(spec, lengths=None), tensors._replace(cu_seqlens=tensors.cu_seqlens.cpu())
-    chunk, lengths, kept = local // len(cp.chunks), spec.lengths or (local * cp.size,), (False,) * 3
-    if not listed:
+    in_graph, packed, config = is_recorded(tensors.q), tensors.cu_seqlens is not None, spec.config
+    q, lists, kept, alone = tensors.q, tensors.block_indices, (False,) * 3, spec.branches == SELECTED_ALONE
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiable)
+    chunk = q.shape[-3] // len(cp.chunks)
+    if lists is None:
         require_choice_by_token(config, "cp with mode='gather'")
     elif config.q_tile > 1 and (packed or chunk % config.q_tile):
         raise NotImplementedError(
@@ -71,51 +81,28 @@ def attend(
         )
     if in_graph and packed and (tensors.k_cmp is not None or tensors.v_cmp is not None):
         raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
-    shards = query_shards(cp, local, spec.lengths, cut=spec.causal and not listed)
-    if backend == "cute":
-        kept = _kept(tensors, sum(lengths), memory, spec=spec, needs_grad=needs_grad)
-    if spec.lengths is not None or not packed:
-        pool = mean_pool_on_kernels if backend == "cute" and not in_graph else partial(compressed, network=None)
-        tensors = _with_window_halo(cp, _compress(cp, tensors, spec, pool), shards[cp.rank], spec)
+    if tensors.has_own_window:
+        window = (x if own is not None else x.view_as(x) for x, own in zip(tensors.of_window, tensors[9:11]))
+        tensors = tensors._replace(**dict(zip(WINDOW, window)))
+    if in_graph and packed:  # operators read lengths when they run, of starts that the caller does not refill
+        spec, tensors = (
+            replace(spec, lengths=None),
+            tensors._replace(cu_seqlens=tensors.cu_seqlens.to("cpu", copy=True)),
+        )
+    else:
         tensors = tensors._replace(cu_seqlens=None)
-    elif tensors.has_own_window:
-        tensors, gathered = tensors._replace(**dict(zip(WINDOW, tensors.of_window))), gathered + WINDOW
-    blocks = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
-    static = (in_graph, packed, *_tokens_and_steps(cp, tensors), shards)
-    call = GatherCall(cp, backend, spec, *static, blocks=blocks, kept=kept, gathered=gathered)
-    o, by_shard = attend_in_steps(call, tensors, return_more=return_aux)
+    if backend == "cute" and not alone:
+        kept = _kept(tensors, q.shape[-3] * cp.size, memory, spec=spec, needs_grad=needs_grad)
+    o, *saved = _Attend.apply(GatherCall(cp, backend, spec, kept, needs_grad), in_graph, return_aux, *tensors)
     if not return_aux:
         return o, None
-    lists, gates, *lses = zip(*by_shard)
-    dim, block_indices = 0 if packed else 1, tensors.block_indices
-    if not listed:
-        width = (config.list_room if in_graph else config.list_width)(max(lengths))
-        block_indices = torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) for x in lists], dim)
-    return o, Aux(block_indices, torch.cat(gates, dim), *(torch.cat(x, -1) for x in lses))
-
-
-def attend_to_lists(
-    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: CallSpec
-) -> tuple[Tensor, Tensor]:
-    """`selected_attention` on a rank's queries: o and the LSE."""
-    tensors = _with_fixed_sizes(tensors)
-    shards = query_shards(cp, tensors.q.shape[-3], None, cut=False)
-    packed = tensors.cu_seqlens is not None
-    call = GatherCall(cp, backend, spec, is_recorded(tensors.q), packed, *_tokens_and_steps(cp, tensors), shards)
-    o, by_shard = attend_in_steps(call, tensors, return_more=True)
-    return o, torch.cat([lse for (lse,) in by_shard], -1)
-
-
-def list_spec(block_size: int, q_tile: int, causal: bool, softmax_scale: float) -> CallSpec:
-    """The static side of a call of `selected_attention`."""
-    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0)
-    return CallSpec(config, causal, softmax_scale, listed=True, branches=SELECTED_ALONE)
-
-
-def _tokens_and_steps(cp: ContextParallel, tensors: CallTensors) -> tuple[ShardLayout, tuple[tuple[int, int], ...]]:
-    """The layout of tokens, and the heads of each step: the same on every rank, unlike the groups of a memory plan."""
-    tokens = ShardLayout.of_tokens(cp, tensors.q.shape[-3])
-    return tokens, head_steps(tensors.k.shape[-2], tokens.total)
+    width = (config.list_room if in_graph else config.list_width)(max(spec.lengths or (q.shape[-3] * cp.size,)))
+    joined = partial(_joined, saved, len(cp.chunks))
+    lses = {name: joined(name, -1) for name in ("lse_cmp", "lse_slc", "lse_swa")}
+    if alone:
+        return o, lses["lse_slc"]
+    lists = joined("block_indices", -3, width) if lists is None else None
+    return o, Saved(block_indices=lists, g=joined("g", -3), **lses).aux(tensors)
 
 
 def _kept(
@@ -130,38 +117,103 @@ def _kept(
     return plan_memory(sizes, memory, tensors.q.device).kept
 
 
-def _compress(cp: ContextParallel, tensors: CallTensors, spec: CallSpec, pool: Any) -> CallTensors:
-    """With compressed keys and values of the blocks that start on this rank, in place of the weights."""
-
-    def rows(x: Tensor, weight: Tensor | None) -> Tensor:
-        how = partial(pool, weight=weight, config=spec.config)
-        return compress_shard(x, spec.lengths, cp, how, config=spec.config)
-
-    k_cmp = rows(tensors.k, tensors.compress_k_weight) if tensors.k_cmp is None else tensors.k_cmp
-    v_cmp = rows(tensors.v, tensors.compress_v_weight) if tensors.v_cmp is None else tensors.v_cmp
-    return tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp, compress_k_weight=None, compress_v_weight=None)
+def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int, width: int = 0) -> Tensor | None:
+    """A field of `Saved` of all steps' heads and the rows, which are dimension `dim`, of all `count` shards."""
+    parts = saved[1 + Saved._fields.index(name) :: FIELDS]
+    if parts[0] is None or parts[0].dim() == 1:
+        return None
+    shards = [torch.cat(parts[i::count], -2) for i in range(count)]
+    return torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) if width else x for x in shards], dim)
 
 
-def _with_window_halo(
-    cp: ContextParallel, tensors: CallTensors, shards: Sequence[QueryShard], spec: CallSpec
-) -> CallTensors:
-    """With the rows of ``k_win`` and ``v_win`` that each shard's window sees, one shard after the other."""
-    if not tensors.has_own_window:
-        return tensors
-    reach, packed, halos = spec.config.window_size - 1, spec.lengths is not None, []
-    for shard in shards:
-        rows, begin = shard.window(spec)[0], shard.offsets[0]
-        halos.append((begin - rows.start, rows.stop - begin - (shard.queries.stop - shard.queries.start)))
-    most = (reach, 0 if spec.causal else reach)
-    parts = (torch.cat(with_halo(x[None] if packed else x, halos, most, cp), 1) for x in tensors.of_window)
-    return tensors._replace(**{name: x[0] if packed else x for name, x in zip(WINDOW, parts)})
+class _Attend(torch.autograd.Function):
+    """The loop, in graphs by the operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: GatherCall, recorded: bool, return_more: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """o, and with `return_more` the fields of each step and shard."""
+        if recorded:
+            o, *saved = OPS.gather.default(list(tensors), *_static(call))
+        else:
+            o, *saved = GatherLoop(call, CallTensors(*tensors)).forward()
+        ctx.call, ctx.recorded = call, recorded
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.set_materialize_grads(False)
+        more = [None if x is None else x.detach() for x in saved] if return_more else []
+        ctx.mark_non_differentiable(*(x for x in more if x is not None))
+        return o, *more
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * len(ctx.needs_input_grad)
+        run = partial(_gradients, ctx.call, ctx.recorded or is_recorded(do))
+        if not torch.compiler.is_compiling():
+            run = partial(first_derivatives, run)
+        grads = run(do, *ctx.saved_tensors)
+        return None, None, None, *grads, *[None] * (len(CallTensors._fields) - len(grads))
 
 
-def _with_fixed_sizes(tensors: CallTensors) -> CallTensors:
-    """In a compiled graph tensors whose sizes are no symbols: `range` makes numbers of them.
+def _gradients(call: GatherCall, recorded: bool, do: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+    count = len(CallTensors._fields)
+    tensors, saved = CallTensors(*saved[:count]), saved[count:]
+    if not recorded:
+        return GatherLoop(call, tensors).gradients(do, saved)
+    grads = OPS.gather_backward.default(do, list(tensors), list(saved), *_static(call))
+    return tuple(None if x is None else d for x, d in zip(tensors.differentiable, grads))
 
-    Layouts and shards are made of integers, so a graph is for one length.
-    """
-    if not torch.compiler.is_compiling():
-        return tensors
-    return CallTensors(*(None if x is None else x.view([len(range(size)) for size in x.shape]) for x in tensors))
+
+def _static(call: GatherCall) -> tuple[Any, ...]:
+    """Arguments of the operators that are no tensors."""
+    return *static_arguments(call.spec).values(), *static_of(call.cp), call.backend, call.kept, call.backward
+
+
+def _called(tensors: Sequence[Tensor | None], static: Sequence[Any], *, read: bool = True) -> GatherLoop:
+    """The loop of an operator's arguments, which reads lengths."""
+    tensors, (*of_spec, backend, kept, backward), lengths = CallTensors(*tensors), static, None
+    cp = ranks_of(*of_spec[len(NAMES) :])
+    if read and tensors.cu_seqlens is not None:
+        whole = tensors.q.new_empty(tensors.q.shape[0] * cp.size, 0)
+        lengths = check_lengths(tensors.cu_seqlens, whole, "cu_seqlens", "the ranks")
+        tensors = tensors._replace(cu_seqlens=None)
+    spec = spec_of(dict(zip(NAMES, of_spec)), tensors, (lengths, None))
+    return GatherLoop(GatherCall(cp, backend, spec, tuple(kept), backward), tensors)
+
+
+def _run(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:
+    with torch.no_grad(), autocast.off(tensors[0].device), torch.cuda.device_of(tensors[0]):
+        o, *saved = _called(tensors, static).forward()
+        pairs = zip(saved, _capacity(tensors, static), strict=True)
+        saved = (None if of is None else next(apart([with_room(x, of)])) for x, of in pairs)
+        return [o, *(o.new_empty(0) if x is None else x for x in saved)]
+
+
+def _run_fake(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:
+    q, _, v, *_ = tensors
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    shapes = _capacity(tensors, static)
+    return [o, *(q.new_empty(0) if of is None else q.new_empty(of[0], dtype=of[1]) for of in shapes)]
+
+
+def _capacity(tensors: Sequence[Tensor | None], static: Sequence[Any]) -> list[Any]:
+    loop = _called(tensors, static, read=False)
+    return [of for step in range(len(loop.steps)) for of in loop.capacity(step)]
+
+
+def _run_backward(do: Tensor, tensors: list[Tensor | None], saved: list[Tensor | None], *static: Any) -> list[Tensor]:
+    saved = [None if x is None or x.dim() == 1 else x for x in saved]
+    with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
+        grads = _called(tensors, static).gradients(do, saved)
+    return [do.new_empty(0) if d is None else d for d in grads]
+
+
+def _run_backward_fake(do: Tensor, tensors: list[Tensor | None], *_: Any) -> list[Tensor]:
+    return [do.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors[: len(DIFFERENTIABLE)]]
+
+
+STATIC = f"{CONFIG}, {CP}, str backend, bool[] kept, bool backward"
+define(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake)
+schema = f"gather_backward(Tensor do, Tensor?[] tensors, Tensor?[] saved, {STATIC}) -> Tensor[]"
+define(schema, _run_backward, _run_backward_fake)

@@ -1,334 +1,260 @@
 """The loop of mode "gather": K and V of some key/value heads are gathered while the heads before them attend.
 
-Backward gathers them again, and sends dK and dV of the heads before to the ranks that hold their rows.
+Each of a rank's chunks is a shard: an ordinary call whose queries have an offset among the keys. Backward gathers K
+and V again, and sends dK and dV of the heads before to the ranks that hold their rows.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import (
-    DIFFERENTIABLE,
-    SELECTED_ALONE,
-    CallSpec,
-    CallTensors,
-    Saved,
-    accumulation_dtype,
-    equal_gates,
-)
-from nsa_layer.context_parallel import shard_call
+from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, CallSpec, CallTensors, Saved, accumulation_dtype
 from nsa_layer.context_parallel.checks import WEIGHTS
-from nsa_layer.context_parallel.layout import QueryShard, ShardLayout
+from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, head_steps, query_shards
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.transport import Addends, Collectives, Messages
-from nsa_layer.derivatives import first_derivatives
-from nsa_layer.operators.arguments import OF_LAYER, static_arguments
-from nsa_layer.operators.layer import NOTHING
-from nsa_layer.operators.registration import OPS
+from nsa_layer.context_parallel.transport import Exchange
+from nsa_layer.cute.host_numbers import numbers_on
+from nsa_layer.cute.memory_plan import MemoryPlan
+from nsa_layer.saved import first_of, saved_shapes
 
 Tensor = torch.Tensor
-Fields = tuple[Tensor | None, ...]
+Fields = Sequence[Tensor | None]
 # Tokens for each other rank from which on exchanges are 1 % of the attention: they then alternate, which saves memory.
 OVERLAP_BELOW = 1 << 22
 BLOCKS, WINDOW = ("k_cmp", "v_cmp"), ("k_win", "v_win")
-SUMMED = WEIGHTS + BLOCKS  # gradients to which each shard adds
-# An exchange under way: K and V of a step by name; sums of gradients by name, and their step.
-Exchange = tuple[Collectives | Messages, dict[str, Tensor], dict[str, Any], int]
+GATHERED = ("k", "v", *BLOCKS, *WINDOW)
+FIELDS = 1 + len(Saved._fields)  # that a shard's step saves: o of the selected branch alone, and `Saved`
 
 
 class GatherCall(NamedTuple):
     """The static side of a rank's call.
 
     Attributes:
-        spec: of the whole call of `nsa`; or of `selected_attention`, whose packed sequences are one to shards.
-        in_graph: exchanges are collectives and attention is operators.
-        packed: sequences are, whether the host knows their lengths or not. Tensors are a batch of one then.
-        tokens, blocks: layouts of tokens and of compressed keys.
-        steps: (first, end) of each step's key/value heads.
-        shards: of each rank.
+        spec: of the whole call.
         kept: branches' outputs that the kernels save.
-        gathered: names of the tensors that are gathered a step at a time.
+        backward: there will be one.
     """
 
     cp: ContextParallel
     backend: str
     spec: CallSpec
-    in_graph: bool
-    packed: bool
-    tokens: ShardLayout
-    steps: tuple[tuple[int, int], ...]
-    shards: Sequence[Sequence[QueryShard]]
-    blocks: ShardLayout | None = None
-    kept: tuple[bool, ...] = ()
-    gathered: tuple[str, ...] = ("k", "v")
-
-    @property
-    def own_shards(self) -> Sequence[QueryShard]:
-        """This rank's."""
-        return self.shards[self.cp.rank]
-
-    @property
-    def is_selected_alone(self) -> bool:
-        """True for a call of `selected_attention`."""
-        return self.spec.branches == SELECTED_ALONE
-
-    @property
-    def overlaps(self) -> bool:
-        """True if the next step's exchange runs beside attention."""
-        return self.tokens.total < OVERLAP_BELOW * (self.cp.size - 1)
+    kept: tuple[bool, ...]
+    backward: bool
 
 
-def attend_in_steps(call: GatherCall, tensors: CallTensors, *, return_more: bool) -> tuple[Tensor, list[Fields]]:
-    """o of a rank's queries, and with `return_more` for each shard the fields of `Aux`, or its LSE where it is alone.
+class GatherLoop:
+    """A rank's call: steps of some key/value heads, and in each of them the rank's shards."""
 
-    Args:
-        tensors: this rank's: compressed keys of the blocks that start here; of ``k_win`` and ``v_win``, unless they are
-            gathered, what each shard's window sees, one shard after the other.
-    """
-    if call.packed:
-        tensors = tensors.as_batch()
-    if call.backend == "cute" and not call.in_graph:
-        from nsa_layer.kernels.launch import readable
+    def __init__(self, call: GatherCall, tensors: CallTensors) -> None:
+        """tensors: this rank's; ``k_win`` and ``v_win`` both or none."""
+        self.call, self.spec, self.tensors, (q, k) = call, call.spec, tensors, tensors[:2]
+        if call.backend == "cute":
+            from nsa_layer.kernels.launch import readable
 
-        tensors = tensors.map(readable)
-    o, *more = _Gather.apply(call, return_more, *tensors)
-    count = len(more) // len(call.own_shards)
-    by_shard = [tuple(more[i : i + count]) for i in range(0, len(more), count)] if count else []
-    return o[0] if call.packed else o, by_shard
+            self.tensors = tensors.map(readable)
+        cp, config, self.packed = call.cp, call.spec.config, q.dim() == 3
+        self.tokens = ShardLayout.of_tokens(cp, q.shape[-3])
+        lengths, chunk = call.spec.lengths or (self.tokens.total,), self.tokens.counts[0]
+        self.layouts = dict.fromkeys(GATHERED, self.tokens)
+        if tensors.k_cmp is not None or tensors.v_cmp is not None:
+            self.layouts |= dict.fromkeys(BLOCKS, ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride))
+        # No query attends to keys behind it, unless lists name them or blocks are seen before they end.
+        cut = call.spec.causal and not call.spec.listed and config.offset >= config.span - 1
+        shards = query_shards(cp, q.shape[-3], lengths, cut=cut)
+        self.shards: Sequence[QueryShard] = shards[cp.rank]
+        # The same on every rank, unlike the groups of a memory plan.
+        self.steps, self.G = head_steps(k.shape[-2], self.tokens.total), q.shape[-2] // k.shape[-2]
+        self.ahead = int(self.tokens.total < OVERLAP_BELOW * (cp.size - 1))  # exchanges run beside attention
+        # Of each tensor that is gathered the rows that each rank's shards read.
+        self.ranges = {
+            name: [[self._rows(name, shard) for shard in of_rank] for of_rank in shards]
+            for name in GATHERED
+            if getattr(tensors, name) is not None
+        }
 
+    def _rows(self, name: str, shard: QueryShard) -> slice:
+        if name in BLOCKS:
+            return shard.blocks(self.spec)
+        if name not in WINDOW:
+            return shard.keys
+        rows = shard.window(self.spec)[0]
+        return slice(shard.keys.start + rows.start, shard.keys.start + rows.stop)
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: GatherCall, return_more: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """tensors: of `CallTensors`."""
-        local, backward, saved = CallTensors(*tensors), any(ctx.needs_input_grad), []
-        whole = _gather_blocks(call, local)
-        o = local.q.new_empty((*local.q.shape[:-1], local.v.shape[-1]))
-        o_steps = _by_step(call, o, "q", local)
-        exchanges = deque([_start(call, local, 0)])
-        for step, o_step in enumerate(o_steps):
-            if call.overlaps:
-                exchanges.append(_start(call, local, step + 1))
-            keys = _finish(call, exchanges.popleft(), {})
-            for i, shard in enumerate(call.own_shards):
-                inputs = _shard_inputs(call, whole, keys, step, i)
-                saved.append(_forward(call, inputs, shard, _row(call, o_step[:, shard.queries]), backward=backward))
+    def forward(self) -> tuple[Tensor | None, ...]:
+        """o, and `FIELDS` of each step and shard."""
+        (q, _, v), saved = self.tensors[:3], []
+        o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        for step, keys in self._exchanged():
+            for i, shard in enumerate(self.shards):
+                inputs, of_rank = self._inputs(step, i, keys)
+                saved += self._attend(inputs, shard, o[of_rank["q"]])
             del keys, inputs
-            if not call.overlaps:
-                exchanges.append(_start(call, local, step + 1))
-        o = torch.cat(o_steps, 2) if call.in_graph else o
-        ctx.call = call
-        ctx.save_for_backward(*whole, *[x for fields in saved for x in fields])
-        ctx.set_materialize_grads(False)
-        if not return_more:
-            return (o,)
-        more = []
-        for i, shard in enumerate(call.own_shards):
-            more += _more(call, saved[i :: len(call.own_shards)], _row(call, local.q[:, shard.queries]))
-        ctx.mark_non_differentiable(*more)
-        return o, *more
+        return o, *saved
 
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if do is None:
-            return (None,) * len(ctx.needs_input_grad)
-        if torch.compiler.is_compiling():
-            return None, None, *_gradients(ctx.call, do, *ctx.saved_tensors)
-        return None, None, *first_derivatives(partial(_gradients, ctx.call), do, *ctx.saved_tensors)
+    def gradients(self, do: Tensor, saved: Fields) -> tuple[Tensor | None, ...]:
+        """Gradients of the differentiable tensors; those of weights are this rank's part."""
+        grads, exactly = {}, accumulation_dtype(do.dtype)
+        for name, x in zip(DIFFERENTIABLE, self.tensors):
+            if x is not None:
+                grads[name] = x.new_zeros(x.shape, dtype=exactly) if name in WEIGHTS else x.new_empty(x.shape)
+        d_keys = [{name: [] for name in self.ranges} for _ in self.steps]
+        for step, keys in self._exchanged(d_keys, grads):
+            for i, shard in reversed([*enumerate(self.shards)]):
+                inputs, of_rank = self._inputs(step, i, keys)
+                at, of_q = (step * len(self.shards) + i) * FIELDS, of_rank["q"]
+                ds = self._attend_backward(inputs, shard, do[of_q], saved[at : at + FIELDS], grads["q"][of_q])
+                for name, d in zip(DIFFERENTIABLE[1:], ds[1:]):
+                    if name in keys:
+                        d_keys[step][name].insert(0, d)
+                    elif name in grads:
+                        into = grads[name][of_rank[name]]
+                        into.add_(d) if name in WEIGHTS else into.copy_(d)
+                del ds, d
+            del keys, inputs
+        return tuple(None if x is None else grads[name].to(x.dtype) for name, x in zip(DIFFERENTIABLE, self.tensors))
 
+    def capacity(self, step: int) -> list[tuple[Any, torch.dtype] | None]:
+        """(shape, dtype) of the fields of a step's shards, whatever the lengths of packed sequences are."""
+        (first, end), tensors, tokens = self.steps[step], self.tensors, self.tokens
 
-def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of `CallTensors`, from what forward saved; those of weights are this rank's part."""
-    count, shards = len(CallTensors._fields), call.own_shards
-    whole, saved = CallTensors(*tensors[:count]), tensors[count:]
-    fields, exactly = len(saved) // (len(call.steps) * len(shards)), accumulation_dtype(whole.q.dtype)
-    grads, by_step, d_keys = {}, {}, {}
-    for name in DIFFERENTIABLE:
-        if (x := getattr(whole, name)) is not None:
-            grads[name] = torch.zeros_like(x, dtype=exactly) if name in SUMMED else torch.empty_like(x)
-            by_step[name] = _by_step(call, grads[name], name, whole)
-    exchanges = deque([_start(call, whole, 0)])
-    for step in range(len(call.steps)):
-        if call.overlaps:
-            exchanges.append(_start(call, whole, step + 1, d_keys, step - 1))
-        d_keys = {name: [None] * len(shards) for name in call.gathered}
-        keys = _finish(call, exchanges.popleft(), by_step)
-        for i, shard in reversed([*enumerate(shards)]):
-            at, first = _index(call, whole, step, i), (step * len(shards) + i) * fields
-            inputs = _shard_inputs(call, whole, keys, step, i)
-            do_shard, dq_shard = _row(call, do[at["q"]]), _row(call, by_step["q"][step][at["q"][:-1]])
-            results = _backward(call, inputs, shard, do_shard, saved[first : first + fields], dq_shard)
-            for name, d in zip(DIFFERENTIABLE[1:], results[1:]):
-                if getattr(inputs, name) is None:
-                    continue
-                d = d[None] if call.packed and name not in WEIGHTS else d
-                if name in keys:
-                    d_keys[name][i] = shard.keys, d
-                elif name in SUMMED:
-                    by_step[name][step][at[name][:-1]] += d
-                else:
-                    by_step[name][step][at[name][:-1]] = d
-            del results, d
-        del keys, inputs
-        if not call.overlaps:
-            exchanges.append(_start(call, whole, step + 1, d_keys, step))
-    if call.overlaps:
-        exchanges.append(_start(call, whole, len(call.steps), d_keys, len(call.steps) - 1))
-    del d_keys
-    while exchanges:
-        _finish(call, exchanges.popleft(), by_step)
-    if call.in_graph:
-        grads = {name: torch.cat(parts, 0 if name in WEIGHTS else 2) for name, parts in by_step.items()}
-    grads |= _scatter_blocks(call, {name: grads[name] for name in BLOCKS if name in grads})
-    return tuple(grads[name].to(getattr(whole, name).dtype) if name in grads else None for name in CallTensors._fields)
+        def resized(x: Tensor, rows: int, heads: int) -> Tensor:
+            return x.new_empty((*x.shape[:-3], rows, heads, x.shape[-1]), device="meta")
 
+        q = resized(tensors.q, tokens.counts[0], (end - first) * self.G)
+        k, v = (resized(x, tokens.total, end - first) for x in tensors[1:3])
+        static = dict(spec=replace(self.spec, lengths=None), kept=self.call.kept, backend=self.call.backend)
+        saved = saved_shapes(tensors._replace(q=q, k=k, v=v), **static)
+        o = ((*q.shape[:-1], v.shape[-1]), q.dtype) if self._saves_output else None
+        return [o, *saved] * len(self.shards)
 
-def _start(
-    call: GatherCall, local: CallTensors, step: int, d_keys: dict[str, Addends] | None = None, d_step: int = 0
-) -> Exchange:
-    """Start to gather K and V of a step, if there is such a step, and to sum gradients of those of step `d_step`."""
-    transport = Collectives(call.cp) if call.in_graph else Messages(call.cp, kernels=call.backend == "cute")
-    keys = {}
-    if step < len(call.steps):
-        heads, _ = _heads(call, local, step)
-        keys = {name: transport.all_gather(getattr(local, name)[:, :, heads], call.tokens) for name in call.gathered}
-    ranges = [[shard.keys for shard in of_rank] for of_rank in call.shards]
-    sums = {name: transport.reduce_scatter(d, call.tokens, ranges) for name, d in (d_keys or {}).items()}
-    transport.start()
-    return transport, keys, sums, d_step
+    @property
+    def _saves_output(self) -> bool:
+        return self.call.backend == "cute" and self.spec.branches == SELECTED_ALONE
 
+    def _exchanged(
+        self, d_keys: Sequence[dict[str, list[Tensor]]] = (), grads: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[int, dict[str, list[Tensor]]]]:
+        """Each step, and what each shard reads of the tensors that are gathered.
 
-def _finish(call: GatherCall, exchange: Exchange, by_step: dict[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Write the sums of gradients that come with K and V of a step, and return these, of all ranks."""
-    transport, keys, sums, d_step = exchange
-    for name, buffer in sums.items():
-        transport.write_sum(buffer, call.tokens, by_step[name][d_step])
-    return {name: transport.gathered(buffer, call.tokens) for name, buffer in keys.items()}
+        A step's exchange also sends `d_keys` of the step before, each shard's gradients of these tensors, and writes
+        their sums to `grads`; of the one before that where exchanges run beside attention.
+        """
+        behind = 1 + self.ahead
+        count, exchanges = len(self.steps) + (behind if d_keys else 0), deque()
+        for step in range(count):
+            for at in range(step + self.ahead if step else 0, min(count, step + behind)):
+                exchanges.append(self._start(at, d_keys[at - behind] if d_keys and at >= behind else {}, grads))
+            exchange, keys = exchanges.popleft()
+            exchange.wait()
+            if step < len(self.steps):
+                yield step, keys
+            del keys
 
+    def _start(
+        self, step: int, d_keys: dict[str, list[Tensor]], grads: dict[str, Tensor] | None
+    ) -> tuple[Exchange, dict[str, list[Tensor]]]:
+        """Start to gather a step's tensors, if there is such a step, and to sum those of `d_keys`."""
+        exchange, keys = Exchange(self.call.cp, kernels=self.call.backend == "cute"), {}
 
-def _gather_blocks(call: GatherCall, local: CallTensors) -> CallTensors:
-    """With compressed keys and values of all ranks."""
-    transport, names = Collectives(call.cp), () if local.k_cmp is None else BLOCKS
-    buffers = {name: transport.all_gather(getattr(local, name), call.blocks) for name in names}
-    return local._replace(**{name: transport.gathered(x, call.blocks) for name, x in buffers.items()})
+        def heads(x: Tensor, step: int) -> Tensor:
+            return self._batch(x)[:, :, slice(*self.steps[step])]
 
+        for name, ranges in self.ranges.items() if step < len(self.steps) else ():
+            x, layout, rows = heads(getattr(self.tensors, name), step), self.layouts[name], ranges[self.call.cp.rank]
+            if name in WINDOW:
+                keys[name] = exchange.gather(x, layout, ranges)
+            else:
+                (whole,) = exchange.gather(x, layout)
+                keys[name] = [whole[:, each] for each in rows]
+        for name, ds in d_keys.items():
+            out = heads(grads[name], step - 1 - self.ahead)
+            exchange.reduce_scatter([*map(self._batch, ds)], self.layouts[name], out, self.ranges[name])
+        d_keys.clear()
+        exchange.start()
+        return exchange, keys
 
-def _scatter_blocks(call: GatherCall, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over the ranks of gradients of compressed keys and values, of the blocks that start on this rank."""
-    transport = Collectives(call.cp)
-    buffers = {name: transport.reduce_scatter([(slice(0, d.shape[1]), d)], call.blocks) for name, d in grads.items()}
-    return {name: transport.sum(buffer, call.blocks) for name, buffer in buffers.items()}
+    def _batch(self, x: Tensor) -> Tensor:
+        """[B, rows, ...], of packed sequences a batch of one."""
+        return x[None] if self.packed else x
 
+    def _inputs(
+        self, step: int, i: int, keys: dict[str, list[Tensor]]
+    ) -> tuple[CallTensors, dict[str, tuple[Any, ...]]]:
+        """A shard's tensors of a step; and by name what they are of those that this rank has."""
+        shard, tile, (first, end), lists = (
+            self.shards[i],
+            self.spec.q_tile,
+            self.steps[step],
+            self.tensors.block_indices,
+        )
+        heads, of_query = slice(first, end), slice(first * self.G, end * self.G)
+        index = dict.fromkeys(("q", "gates"), (..., shard.queries, of_query, slice(None)))
+        index |= dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
+        if lists is not None:
+            tiles = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
+            of_list = of_query if lists.shape[-2] == self.tensors.q.shape[-2] else heads
+            index["block_indices"] = ..., tiles, of_list, slice(None)
+        inputs = {name: x[at] for name, at in index.items() if (x := getattr(self.tensors, name)) is not None}
+        return CallTensors(**inputs, **{name: x[i][0] if self.packed else x[i] for name, x in keys.items()}), index
 
-def _heads(call: GatherCall, tensors: CallTensors, step: int) -> tuple[slice, slice]:
-    """A step's key/value heads and query heads."""
-    (first, end), G = call.steps[step], tensors.q.shape[2] // tensors.k.shape[2]
-    return slice(first, end), slice(first * G, end * G)
+    def _shard_call(self, inputs: CallTensors, shard: QueryShard) -> tuple[CallTensors, CallSpec, slice | None]:
+        """The shard as an ordinary call; and the rows of k and v that are keys and values of the window.
 
+        On the kernels windows without keys of their own read rows of k and v, from a whole tile on.
+        """
+        spec, own, rows = shard.spec(self.spec), inputs.has_own_window, None
+        offsets = shard.offsets if spec.lengths else shard.offsets * len(inputs.q)
+        inputs = inputs._replace(q_offset=numbers_on((offsets,), inputs.q.device)[0])
+        if own:
+            spec = replace(spec, window=shard.window(self.spec)[1])
+        elif spec.config.window_size and self.call.backend == "cute":
+            rows, window = shard.window(self.spec, tile=TILE)
+            spec = replace(spec, window=window)
+            inputs = inputs._replace(k_win=inputs.k[..., rows, :, :], v_win=inputs.v[..., rows, :, :])
+        return inputs, spec, rows
 
-def _index(call: GatherCall, tensors: CallTensors, step: int, i: int) -> dict[str, tuple[slice, ...]]:
-    """What a shard and a step read of each tensor that is not gathered: of this rank's, and of all compressed keys."""
-    (heads, of_query), every, lists = _heads(call, tensors, step), slice(None), tensors.block_indices
-    shard = call.own_shards[i]
-    index = dict.fromkeys(("q", "gates"), (every, shard.queries, of_query))
-    if lists is not None:
-        tile = call.spec.q_tile
-        rows = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
-        index["block_indices"] = every, rows, of_query if lists.shape[2] == tensors.q.shape[2] else heads
-    if call.is_selected_alone:
-        return index
-    if tensors.k_cmp is not None:
-        index |= dict.fromkeys(BLOCKS, (every, shard.blocks(call.spec), heads))
-    if tensors.has_own_window and "k_win" not in call.gathered:
-        windows = (each.window(call.spec)[0] for each in call.own_shards)
-        ends = list(accumulate((rows.stop - rows.start for rows in windows), initial=0))
-        index |= dict.fromkeys(WINDOW, (every, slice(*ends[i : i + 2]), heads))
-    return index | dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
+    def _attend(self, inputs: CallTensors, shard: QueryShard, o: Tensor) -> list[Tensor | None]:
+        """Write the output of a shard's step to o; its fields."""
+        inputs, spec, _ = self._shard_call(inputs, shard)
+        if self.call.backend == "cute":
+            from nsa_layer.cute import head_groups
 
+            output, saved = head_groups.forward_groups(*self._plan(inputs, spec), backward=self.call.backward, o=o)
+        else:
+            from nsa_layer.eager.forward import forward
 
-def _shard_inputs(call: GatherCall, whole: CallTensors, keys: dict[str, Tensor], step: int, i: int) -> CallTensors:
-    """A shard's tensors of a step. `whole` has all ranks' compressed keys, `keys` those that are gathered."""
-    index, shard = _index(call, whole, step, i), call.own_shards[i]
-    inputs = {name: x[at] for name, at in index.items() if (x := getattr(whole, name)) is not None}
-    inputs |= {name: x[:, shard.keys] for name, x in keys.items()}
-    inputs = {name: x if name in WEIGHTS else _row(call, x) for name, x in inputs.items()}
-    return CallTensors(**inputs, cu_seqlens=whole.cu_seqlens)
+            output, saved = forward(inputs, spec=spec)
+        if output is not o:
+            o.copy_(output)
+        return [output if self._saves_output else None, *saved]
 
+    def _attend_backward(
+        self, inputs: CallTensors, shard: QueryShard, do: Tensor, fields: Fields, dq: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of a shard's differentiable tensors; q's is written to dq."""
+        (inputs, spec, rows), (o, *saved) = self._shard_call(inputs, shard), fields
+        exact = saved_shapes(inputs, spec=spec, kept=self.call.kept, backend=self.call.backend, exact=True)
+        saved = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, exact, strict=True)))
+        if self.call.backend == "cute":
+            from nsa_layer.cute import head_groups
 
-def _row(call: GatherCall, x: Tensor) -> Tensor:
-    """Packed sequences without the dimension of a batch of one."""
-    return x[0] if call.packed else x
+            grads = head_groups.gradients(do, *self._plan(inputs, spec), saved, o=o, dq=dq, window=rows)
+        else:
+            from nsa_layer.eager.backward import backward
 
+            grads = backward(inputs, saved, do, spec=spec)
+        if grads[0] is not dq:
+            dq.copy_(grads[0])
+        return grads
 
-def _by_step(call: GatherCall, x: Tensor, name: str, tensors: CallTensors) -> Sequence[Tensor]:
-    """Each step's heads of a tensor like the one of this name, to be written.
+    def _plan(self, inputs: CallTensors, spec: CallSpec) -> tuple[Any, ...]:
+        """The call as the kernels take it, all heads of a step at once."""
+        from nsa_layer.cute.varlen import Varlen
 
-    Views; in a graph tensors of their own, to be joined: Inductor's expressions double with each write to a slice.
-    """
-    of_query = name in ("q", "gates", "gate_weight")
-    heads = [_heads(call, tensors, step)[of_query] for step in range(len(call.steps))]
-    views = x.split([each.stop - each.start for each in heads], 0 if name in WEIGHTS else 2)
-    like = torch.zeros_like if name in SUMMED else torch.empty_like
-    return [like(view) for view in views] if call.in_graph else views
-
-
-def _forward(call: GatherCall, inputs: CallTensors, shard: QueryShard, o: Tensor, *, backward: bool) -> Fields:
-    """Write a shard's output on a step's heads, and return what backward needs."""
-    if call.is_selected_alone:
-        tensors = shard_call.with_starts(inputs, shard)
-        output, *fields = OPS.attend.default(*tensors, *_static(call, shard), backward)
-        fields = (output if call.backend == "cute" else None, *fields)
-    elif call.in_graph:
-        output, *fields = OPS.shard.default(*inputs[: len(OF_LAYER)], *_static(call, shard), backward)
-        fields = tuple(x if x.dim() > 1 else None for x in fields)
-    else:
-        return shard_call.forward(inputs, shard, call.spec, call.backend, call.kept, o, backward=backward)
-    o.copy_(output)
-    return fields
-
-
-def _backward(
-    call: GatherCall, inputs: CallTensors, shard: QueryShard, do: Tensor, saved: Fields, dq: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of a shard's differentiable tensors; q's is written to dq."""
-    if call.is_selected_alone:
-        tensors, count = shard_call.with_starts(inputs, shard), len(DIFFERENTIABLE)
-        arguments = (*tensors[:count], tensors.block_indices, tensors.q_offset, *saved, *_static(call, shard), True)
-        grads = OPS.attend_backward.default(do, *arguments, [x is not None for x in tensors[:count]])
-    elif call.in_graph:
-        grads = OPS.shard_backward.default(do, *inputs[: len(OF_LAYER)], *saved, *_static(call, shard))
-    else:
-        saved = Saved(*saved)
-        return shard_call.backward(inputs, shard, call.spec, call.backend, call.kept, do, saved, dq)
-    dq.copy_(grads[0])
-    return grads
-
-
-def _static(call: GatherCall, shard: QueryShard) -> tuple[Any, ...]:
-    """Arguments of the operators that are no tensors."""
-    if call.is_selected_alone:
-        return *static_arguments(call.spec).values(), call.backend, 1, None, NOTHING, None
-    first = shard.offsets[0]
-    return *static_arguments(call.spec).values(), first, call.tokens.total, call.backend, call.kept
-
-
-def _more(call: GatherCall, saved: Sequence[Fields], q: Tensor) -> tuple[Tensor, ...]:
-    """Outputs beside o, of what a shard's steps saved: fields of `Aux`, or the LSE."""
-    if call.is_selected_alone:
-        return (torch.cat([fields[1 + Saved._fields.index("lse_slc")] for fields in saved], -2),)
-    steps = [Saved(*fields) for fields in saved]
-
-    def joined(name: str) -> Tensor | None:
-        parts = [getattr(fields, name) for fields in steps]
-        return None if parts[0] is None else torch.cat(parts, -2)
-
-    lists, gates, lse_cmp, lse_slc, lse_swa = map(joined, ("block_indices", "g", "lse_cmp", "lse_slc", "lse_swa"))
-    lists = q.new_empty(0, dtype=torch.int32) if lists is None else lists  # a graph does not return the caller's
-    lse_swa = torch.full_like(lse_cmp, -torch.inf) if lse_swa is None else lse_swa
-    return lists, equal_gates(q) if gates is None else gates, lse_cmp, lse_slc, lse_swa
+        varlen = Varlen.of(spec, inputs.q.device, inputs.q_heads_per_list)
+        return inputs, varlen, spec, MemoryPlan(((0, inputs.k.shape[-2]),), self.call.kept)

@@ -16,11 +16,14 @@ from nsa_layer.checks import Arguments, starts_of_lengths
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, WEIGHTS, check_shard
 from nsa_layer.context_parallel.layout import ShardLayout, head_steps
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.transport import Collectives, Messages, copy, transport_of
+from nsa_layer.context_parallel.transport import Exchange, copy, exchange
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
 Layouts = Sequence[ShardLayout]
+START, FINISH, WHOLE = "start", "finish", "whole"
+OTHER = {START: FINISH, FINISH: START, WHOLE: WHOLE}
 
 
 def attend(
@@ -111,22 +114,24 @@ def over_heads(
     batches = [x[None] if packed else x for x in tensors.values()]
     parts = [_split_heads(x, cp.size, sizes(x.shape[2])) for x in batches]
     weights = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
-    transports = [transport_of(q, cp) for _ in steps]
+    start, finish = (None, WHOLE) if is_recorded(q) else (START, FINISH)
 
-    def send_step(step: int) -> tuple[Tensor, ...]:
-        return _Exchange.apply(transports[step], layouts, True, True, *(part[step] for part in parts))
+    def send(layouts: Layouts, to_heads: bool, xs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Start an exchange; returns what waits for it."""
+        together = Exchange(cp)
+        if start is not None:
+            xs = _Exchange.apply(together, layouts, start, to_heads, *xs)
+        return lambda: _Exchange.apply(together, layouts, finish, to_heads, *xs)
 
     # Backward goes in the opposite order, so that there, too, exchanges start before the attention beside them.
-    sent, answers = send_step(0), []
+    sent, answers = [send(layouts, True, [part[0] for part in parts])], []
     for step in range(len(steps)):
-        next_sent = send_step(step + 1) if step + 1 < len(steps) else ()
-        received = _Exchange.apply(transports[step], layouts, False, True, *sent)
-        here = {name: x[0] if packed else x for name, x in zip(tensors, received)}
+        if step + 1 < len(steps):
+            sent.append(send(layouts, True, [part[step + 1] for part in parts]))
+        here = {name: x[0] if packed else x for name, x in zip(tensors, sent.pop(0)())}
         outputs = call(**here, **{name: w[step] for name, w in weights.items()})
-        back, outputs = transport_of(q, cp), [x[None] if packed else x for x in outputs]
-        answers.append((back, _Exchange.apply(back, output_layouts, True, False, *outputs)))
-        sent = next_sent
-    by_step = [_Exchange.apply(back, output_layouts, False, False, *buffers) for back, buffers in answers]
+        answers.append(send(output_layouts, False, [x[None] if packed else x for x in outputs]))
+    by_step = [receive() for receive in answers]
     joined = [_join_heads(parts) for parts in zip(*by_step)]
     return [x[0] if packed else x for x in joined]
 
@@ -156,43 +161,47 @@ def _policy(arguments: Arguments, tokens: ShardLayout, cp: ContextParallel, memo
 
 
 class _Exchange(torch.autograd.Function):
-    """Half of an exchange; backward is the other half of the one in the opposite direction.
+    """A whole exchange, or half of one: backward is the other half of the one in the opposite direction.
 
     Args:
-        sending: send, and return buffers; else wait for buffers, and return what was received.
+        phase: START: send, and return empty tensors; FINISH: wait, and return what was received; WHOLE: both.
         to_heads: from this rank's rows of all heads [B, n, R, h, ...] to all rows of its heads [B, N, h, ...].
     """
 
     @staticmethod
     def forward(
-        ctx: Any, transport: Collectives | Messages, layouts: Layouts, sending: bool, to_heads: bool, *xs: Tensor
+        ctx: Any, together: Exchange, layouts: Layouts, phase: str, to_heads: bool, *xs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.static = transport, layouts, sending, to_heads
-        outputs = _exchange(transport, layouts, sending, to_heads, xs)
+        ctx.static = together, layouts, phase, to_heads
+        outputs = _exchange(together, layouts, phase, to_heads, xs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x, needed in zip(outputs, ctx.needs_input_grad[4:]) if not needed))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        transport, layouts, sending, to_heads = ctx.static
+        together, layouts, phase, to_heads = ctx.static
         # A graph makes zeros of the gradients that are not needed.
         ds = tuple(d if needed else None for d, needed in zip(ds, ctx.needs_input_grad[4:], strict=True))
-        return *(None,) * 4, *_exchange(transport, layouts, not sending, not to_heads, ds)
+        return *(None,) * 4, *_exchange(together, layouts, OTHER[phase], not to_heads, ds)
 
 
 def _exchange(
-    transport: Collectives | Messages, layouts: Layouts, sending: bool, to_heads: bool, xs: Sequence[Tensor | None]
+    together: Exchange, layouts: Layouts, phase: str, to_heads: bool, xs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    if sending:
-        run = transport.to_heads if to_heads else transport.to_tokens
-    else:
-        run, xs = transport.gathered if to_heads else transport.by_head, transport.release(xs)
-    outputs = tuple(None if x is None else run(x, layout) for x, layout in zip(xs, layouts, strict=True))
-    if not sending:
+    way = "to_heads" if to_heads else "to_tokens"
+    if phase == WHOLE:
+        present = [(x, layout) for x, layout in zip(xs, layouts, strict=True) if x is not None]
+        outputs = iter(exchange(way, *map(list, zip(*present)), together.cp))
+        return tuple(None if x is None else next(outputs) for x in xs)
+    if phase == FINISH:
+        together.wait()
+        outputs, together.held = together.held, ()
         return outputs
-    transport.start()
-    return transport.hold(outputs)
+    add = getattr(together, way)
+    together.held = tuple(None if x is None else add(x, layout) for x, layout in zip(xs, layouts, strict=True))
+    together.start()
+    return tuple(None if x is None else x.new_empty(0) for x in xs)
 
 
 def _split_heads(x: Tensor, ranks: int, sizes: list[int]) -> tuple[Tensor, ...]:

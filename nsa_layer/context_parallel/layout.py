@@ -22,7 +22,8 @@ TILE = 128  # keys of a kernel's tile, or a multiple
 STEPS_FROM = 1 << 16  # tokens of all ranks from which on heads are exchanged a few at a time
 # Tokens times key/value heads of a step, at most: a rank then takes as much memory as one GPU for a rank's tokens.
 STEP_TOKENS = 3 << 20
-BlockRange = tuple[int, tuple[int, ...], int]  # first token in the chunk, tokens of each sequence, blocks
+BlockRange = tuple[slice, tuple[int, ...], int]  # tokens, how many of each sequence, blocks
+Ranges = Sequence[Sequence[slice]]  # of each rank, of rows of the whole sequence or pack
 
 
 class ShardLayout(NamedTuple):
@@ -54,40 +55,38 @@ class ShardLayout(NamedTuple):
         return sum(self.counts)
 
     @property
-    def most(self) -> int:
-        """Rows of the rank that holds most: what each rank sends in a collective."""
-        return max(sum(self.rank_counts(rank)) for rank in range(self.size))
+    def all_rows(self) -> Ranges:
+        """All rows, for each rank."""
+        return [[slice(0, self.total)]] * self.size
 
-    def rank_counts(self, rank: int) -> list[int]:
-        """Rows of each of a rank's chunks."""
-        return [self.counts[chunk] for chunk in rank_chunks(rank, self.size, self.load_balance)]
+    def local(self, rank: int) -> int:
+        """Rows of a rank."""
+        return sum(self.counts[chunk] for chunk in rank_chunks(rank, self.size, self.load_balance))
 
-    def chunks(self) -> Iterator[tuple[int, int, slice, slice]]:
-        """Each chunk, its rank, its rows in the sequence, and its rows in the rank's shard."""
+    def chunks(self) -> Iterator[tuple[int, slice, slice]]:
+        """Each chunk's rank, its rows in the sequence, and its rows in the rank's shard."""
         starts = (0, *accumulate(self.counts))
         for rank in range(self.size):
             first = 0
             for chunk in rank_chunks(rank, self.size, self.load_balance):
                 end = first + self.counts[chunk]
-                yield chunk, rank, slice(starts[chunk], starts[chunk + 1]), slice(first, end)
+                yield rank, slice(starts[chunk], starts[chunk + 1]), slice(first, end)
                 first = end
 
-    def merge(self, x: Tensor) -> Tensor:
-        """[R, B, most, ...], each rank's rows -> [B, all rows, ...], in order."""
-        parts = {chunk: x[rank, :, local] for chunk, rank, _, local in self.chunks()}
-        return torch.cat([parts[chunk] for chunk in range(len(self.counts))], dim=1)
+    def pieces(self, ranges: Ranges) -> Iterator[tuple[int, int, slice, int, slice]]:
+        """Each part of a rank's range that is in one chunk.
 
-    def split(self, x: Tensor) -> Tensor:
-        """The inverse of `merge`, contiguous, padded with 0."""
-        shards: list[list[Tensor]] = [[] for _ in range(self.size)]
-        for _, rank, rows, _ in self.chunks():
-            shards[rank].append(x[:, rows])
-        return torch.stack([self.pad(torch.cat(parts, dim=1)) for parts in shards])
-
-    def pad(self, x: Tensor) -> Tensor:
-        """A rank's rows [B, n, ...] -> [B, most, ...]."""
-        missing = self.most - x.shape[1]
-        return torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1) if missing else x
+        Returns:
+            (rank whose range it is, number of the range, rows in it; rank that holds the rows, rows in its shard).
+        """
+        for reader, of_rank in enumerate(ranges):
+            for i, rows in enumerate(of_rank):
+                for holder, chunk, local in self.chunks():
+                    start, stop = max(rows.start, chunk.start), min(rows.stop, chunk.stop)
+                    if start < stop:
+                        first = local.start - chunk.start
+                        in_range = slice(start - rows.start, stop - rows.start)
+                        yield reader, i, in_range, holder, slice(start + first, stop + first)
 
 
 def block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -> tuple[BlockRange, ...]:
@@ -99,8 +98,7 @@ def block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -
         span, stride: of blocks.
 
     Returns:
-        (first token, counted from the chunk's start; tokens of each sequence from there on; number of blocks). The
-        last sequence ends with its last block.
+        (tokens; how many of each sequence; number of blocks). The last sequence ends with its last block.
     """
     # A compiler ignores caches, and warns of it.
     function = _block_ranges.__wrapped__ if torch.compiler.is_compiling() else _block_ranges
@@ -124,7 +122,7 @@ def _block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) 
             last = block + (count - 1) * stride + span if stop > end and count else min(end, stop)
             tokens.append(max(0, last - max(first, block)))
             blocks += count
-        ranges.append((first - begin, tuple(tokens), blocks))
+        ranges.append((slice(first, first + sum(tokens)), tuple(tokens), blocks))
     return tuple(ranges)
 
 
@@ -233,5 +231,5 @@ def head_steps(heads: int, tokens: int) -> tuple[tuple[int, int], ...]:
     if tokens < STEPS_FROM:
         return ((0, heads),)
     inner = split_heads(max(0, heads - 2), max(1, min(STEP_TOKENS // tokens, -(-heads // 2))))
-    ends = [(first, first + 1) for first in sorted({0, heads - 1})]
-    return (ends[0], *((first + 1, end + 1) for first, end in inner), *ends[1:])
+    last = ((heads - 1, heads),) if heads > 1 else ()
+    return ((0, 1), *((first + 1, end + 1) for first, end in inner), *last)

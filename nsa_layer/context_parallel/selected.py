@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast
-from nsa_layer.call_spec import CallTensors
+from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors
 from nsa_layer.checks import check_scale
+from nsa_layer.config import ListConfig
 from nsa_layer.context_parallel import gather
-from nsa_layer.context_parallel.checks import check_list_shard, token_layout
+from nsa_layer.context_parallel.checks import check_list_shard, token_layout, whole_lengths
 from nsa_layer.context_parallel.heads import over_heads
 from nsa_layer.context_parallel.spec import ContextParallel
 
@@ -51,8 +52,12 @@ def attend(
         return (o, lses[0].mT.contiguous()) if return_lse else o
     if name == "reference":
         raise NotImplementedError("cp: mode='gather' with backend='reference'")
-    spec = gather.list_spec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]))
+    deterministic = options["deterministic"]
+    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
+    lengths = None if cu_seqlens is None or torch.compiler.is_compiling() else whole_lengths(cu_seqlens, q, cp)
+    scale = check_scale(softmax_scale, q.shape[-1])
+    spec = CallSpec(config, causal, scale, lengths, listed=True, branches=SELECTED_ALONE)
     tensors = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
     with autocast.off(q.device):
-        o, lse = gather.attend_to_lists(cp, name, tensors, spec=spec)
+        o, lse = gather.attend(cp, name, tensors, spec=spec)
     return (o, lse) if return_lse else o

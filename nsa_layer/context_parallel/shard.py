@@ -58,7 +58,8 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
     check_same_on_all_ranks(cp, [check], x=x, dim=dim)
     check()
     parts = x.movedim(dim, 0)
-    return gather(parts[None], ShardLayout.of_tokens(cp, len(parts)), cp)[0].movedim(0, dim)
+    (whole,) = gather(parts[None], ShardLayout.of_tokens(cp, len(parts)), cp)
+    return whole[0].movedim(0, dim)
 
 
 def _check(x: torch.Tensor, cp: ContextParallel, dim: int, *, part: bool = False) -> None:

@@ -1,10 +1,6 @@
-"""Exchanges between ranks: point-to-point messages in eager calls, functional collectives in graphs.
+"""Exchanges between ranks: point-to-point messages of rows, all tensors of an exchange in one launch.
 
-`Messages` and `Collectives` have the same functions. Those that send (`all_gather`, `to_heads`, `to_tokens`,
-`reduce_scatter`) return buffers; `start` launches; those that receive (`gathered`, `by_head`, `write_sum`) wait, and
-return what the buffers then hold. What is launched between `start` and the first wait runs beside the exchange.
-
-Every rank makes its launches in the same order, of the same tensors in the same order.
+Graphs have them in operators, which send the same messages when they run: `exchange` here, and those of `gather`.
 """
 
 from __future__ import annotations
@@ -15,128 +11,109 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from nsa_layer.call_spec import accumulation_dtype
-from nsa_layer.context_parallel.layout import ShardLayout
+from nsa_layer.context_parallel.layout import Ranges, ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.chunked import sum_rounded
-from nsa_layer.operators.registration import is_recorded
+from nsa_layer.operators.registration import LIBRARY, OPS, refuse_derivatives
 
 Tensor = torch.Tensor
 Addends = list[tuple[slice, Tensor]]  # rows of a sum, and what is to be added there
-OPS = torch.ops._c10d_functional
 
 
-class Messages:
-    """Messages of rows, from and to where they stand in memory: all tensors of an exchange in one launch.
+class Exchange:
+    """Tensors that travel together.
 
-    NCCL's kernel holds multiprocessors while it waits for the other ranks' kernels: one launch for all tensors of a
-    step waits once. Gradients of keys travel in the dtype of the call, and their rank sums them in fp32.
+    NCCL's kernel holds multiprocessors while it waits for the other ranks' kernels: one launch for all tensors waits
+    once. The functions that add a tensor return what is complete after `wait`; what is launched between `start` and
+    `wait` runs beside the exchange. Every rank adds the same tensors in the same order.
     """
 
     def __init__(self, cp: ContextParallel, *, kernels: bool = False) -> None:
         """kernels: sums may use the layer's own kernels."""
         self.cp, self.kernels = cp, kernels
-        self._messages, self._works, self._held = [], [], ()
+        self.held: Sequence[Tensor | None] = ()  # buffers between two halves of an exchange
+        self._messages, self._works, self._sums = [], [], []
 
     def start(self) -> None:
         """Launch, after everything that was launched before on the current stream."""
         if self._messages:
             self._works = launch(self._messages)
 
-    def all_gather(self, x: Tensor, layout: ShardLayout) -> Tensor:
-        """This rank's rows x [B, n, ...] to all ranks."""
-        return self._to_whole([x] * self.cp.size, layout)
+    def wait(self) -> None:
+        """Let the current stream wait for the messages, and add up sums."""
+        for work in self._works:
+            work.wait()
+        for out, addends in self._sums:
+            _add_up(out, addends, kernels=self.kernels)
+        self._messages, self._works, self._sums = [], [], []
 
-    def to_heads(self, x: Tensor, layout: ShardLayout) -> Tensor:
-        """This rank's rows x [B, n, R, h, ...], heads r to rank r."""
-        own = self.cp.rank
-        return self._to_whole([part if r == own else contiguous(part) for r, part in enumerate(x.unbind(2))], layout)
-
-    def to_tokens(self, x: Tensor, layout: ShardLayout) -> Tensor:
-        """All rows x [B, N, h, ...] of this rank's heads to the ranks that hold the rows."""
-        x, local = contiguous(x), sum(layout.rank_counts(self.cp.rank))
-        buffer = x.new_empty((self.cp.size, len(x), local, *x.shape[2:]))
-        for _, rank, rows, here in layout.chunks():
-            if rank != self.cp.rank:
-                self._add(dist.isend, x[:, rows], rank)
-                continue
-            copy(buffer[rank, :, here], x[:, rows])
-            for peer in self._peers():
-                self._add(dist.irecv, buffer[peer, :, here], peer)
-        return buffer
-
-    def reduce_scatter(
-        self, addends: Addends, layout: ShardLayout, key_ranges: Sequence[Sequence[slice]]
-    ) -> list[Addends]:
-        """This rank's addends of a sum of all rows, [B, rows, ...], to the ranks that hold the rows.
+    def gather(self, x: Tensor, layout: ShardLayout, ranges: Ranges | None = None) -> list[Tensor]:
+        """[B, rows, ...] for each of this rank's ranges, of all ranks' rows x [B, n, ...].
 
         Args:
-            key_ranges: for each rank the rows of its addends.
-
-        Returns:
-            For each of this rank's chunks the addends of all ranks, whose rows count from the chunk's first one.
+            ranges: of each rank; None: all rows.
         """
-        addends, sums = [(rows, contiguous(x)) for rows, x in addends], []
-        for _, rank, chunk, _ in layout.chunks():
-            if rank != self.cp.rank:
-                for rows, x in addends:
-                    self._add(dist.isend, x[:, _shift(_common(chunk, rows), rows)], rank)
+        whole, rank = ranges is None, self.cp.rank
+        ranges = layout.all_rows if whole else ranges
+        buffers = [x.new_empty((len(x), rows.stop - rows.start, *x.shape[2:])) for rows in ranges[rank]]
+        for reader, i, rows, holder, local in layout.pieces(ranges):
+            if reader == holder == rank:
+                copy(buffers[i][:, rows], x[:, local])
+            elif holder == rank:
+                self._add(dist.isend, buffers[0][:, rows] if whole else contiguous(x[:, local]), reader)
+            elif reader == rank:
+                self._add(dist.irecv, buffers[i][:, rows], holder)
+        return buffers
+
+    def reduce_scatter(
+        self, addends: Sequence[Tensor], layout: ShardLayout, out: Tensor, ranges: Ranges | None = None
+    ) -> None:
+        """Write sums over the ranks to this rank's rows `out` [B, n, ...]: made in fp32, and rounded once.
+
+        Args:
+            addends: [B, rows, ...] for each of this rank's ranges.
+            ranges: as for `gather`.
+        """
+        addends, rank, received = [contiguous(x) for x in addends], self.cp.rank, []
+        for reader, i, rows, holder, local in layout.pieces(layout.all_rows if ranges is None else ranges):
+            if reader == rank:
+                addend = addends[i][:, rows]
+                if holder != rank:
+                    self._add(dist.isend, addend, holder)
+            elif holder == rank:
+                addend = addends[0].new_empty((len(out), local.stop - local.start, *out.shape[2:]))
+                self._add(dist.irecv, addend, reader)
+            if holder == rank:
+                received.append((local, addend))
+        self._sums.append((out, received))
+
+    def to_heads(self, x: Tensor, layout: ShardLayout) -> Tensor:
+        """This rank's rows x [B, n, R, h, ...], heads r to rank r -> all rows of this rank's heads, [B, N, h, ...]."""
+        rank, heads = self.cp.rank, x.unbind(2)
+        heads = [part if r == rank else contiguous(part) for r, part in enumerate(heads)]
+        whole = x.new_empty((len(x), layout.total, *x.shape[3:]))
+        for holder, rows, local in layout.chunks():
+            if holder != rank:
+                self._add(dist.irecv, whole[:, rows], holder)
                 continue
-            received: Addends = []
-            for peer, ranges in enumerate(key_ranges):
-                for i, rows in enumerate(ranges):
-                    common, like = _common(chunk, rows), addends[0][1]
-                    if common.start == common.stop:
-                        continue
-                    if peer == rank:
-                        x = addends[i][1][:, _shift(common, rows)]
-                    else:
-                        x = like.new_empty((len(like), common.stop - common.start, *like.shape[2:]))
-                        self._add(dist.irecv, x, peer)
-                    received.append((_shift(common, chunk), x))
-            sums.append(received)
-        return sums
-
-    def gathered(self, buffer: Tensor, layout: ShardLayout) -> Tensor:
-        """All rows [B, N, ...], in order, of what `all_gather` or `to_heads` sent."""
-        self._wait()
-        return buffer
-
-    def by_head(self, buffer: Tensor, layout: ShardLayout) -> Tensor:
-        """This rank's rows of all heads, [B, n, R, h, ...], of what `to_tokens` sent."""
-        self._wait()
-        return buffer.movedim(0, 2)
-
-    def write_sum(self, sums: list[Addends], layout: ShardLayout, out: Tensor) -> None:
-        """Write sums of this rank's rows, made in fp32 and rounded once, to out [B, n, ...]."""
-        self._wait()
-        for chunk, addends in zip(out.split(layout.rank_counts(self.cp.rank), dim=1), sums, strict=True):
-            _add_up(chunk, addends, kernels=self.kernels)
-
-    def hold(self, buffers: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Empty tensors that stand for buffers between two autograd functions: backward's have other shapes."""
-        self._held = buffers
-        return tuple(None if x is None else x.new_empty(0) for x in buffers)
-
-    def release(self, stand_ins: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """The buffers that `hold` took."""
-        held, self._held = self._held, ()
-        return held
-
-    def _to_whole(self, parts: Sequence[Tensor], layout: ShardLayout) -> Tensor:
-        """A part of this rank's rows to each rank."""
-        own = parts[self.cp.rank]
-        whole = own.new_empty((len(own), layout.total, *own.shape[2:]))
-        for _, rank, rows, local in layout.chunks():
-            if rank != self.cp.rank:
-                self._add(dist.irecv, whole[:, rows], rank)
-                continue
-            copy(whole[:, rows], own[:, local])
+            copy(whole[:, rows], heads[rank][:, local])
             for peer in self._peers():
-                self._add(dist.isend, whole[:, rows] if parts[peer] is own else parts[peer][:, local], peer)
+                self._add(dist.isend, heads[peer][:, local], peer)
         return whole
+
+    def to_tokens(self, x: Tensor, layout: ShardLayout) -> Tensor:
+        """All rows x [B, N, h, ...] of this rank's heads -> this rank's rows of all heads, [B, n, R, h, ...]."""
+        x, rank = contiguous(x), self.cp.rank
+        buffer = x.new_empty((self.cp.size, len(x), layout.local(rank), *x.shape[2:]))
+        for holder, rows, local in layout.chunks():
+            if holder != rank:
+                self._add(dist.isend, x[:, rows], holder)
+                continue
+            copy(buffer[rank, :, local], x[:, rows])
+            for peer in self._peers():
+                self._add(dist.irecv, buffer[peer, :, local], peer)
+        return buffer.movedim(0, 2)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.cp.size) if peer != self.cp.rank]
@@ -146,96 +123,98 @@ class Messages:
             if row.numel():
                 self._messages.append(dist.P2POp(how, row, group=self.cp.group, group_peer=rank))
 
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._messages, self._works = [], []
 
+def exchange(
+    way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout], cp: ContextParallel, ranges: Ranges | None = None
+) -> list[Tensor]:
+    """An `Exchange` from start to end by the operator, of tensors or of one tensor's ranges; for graphs too.
 
-class Collectives:
-    """The same exchanges as functional collectives, one for each tensor, which a compiler sees; rows are padded.
-
-    Inductor keeps what is sent up to a wait for what the collective returned, not for a view of it.
+    Args:
+        way: "to_heads" or "to_tokens"; "gather" of one tensor, or "reduce_scatter" of its addends.
     """
-
-    def __init__(self, cp: ContextParallel) -> None:
-        self.cp = cp
-
-    def start(self) -> None:
-        """Nothing: each tensor is sent at once."""
-
-    def all_gather(self, x: Tensor, layout: ShardLayout) -> Tensor:
-        x = layout.pad(x).contiguous()[None]
-        # The two threads of a gloo group assign the name of their last operation to one string, without a lock
-        # (PyTorch 2.13): a name of more than 15 characters, such as the all-gather's, is freed twice.
-        if x.device.type == "cpu":
-            return self._all_to_all(x.expand(self.cp.size, *x.shape[1:]))
-        return OPS.all_gather_into_tensor(x, self.cp.size, self.cp.group_name)
-
-    def to_heads(self, x: Tensor, layout: ShardLayout) -> Tensor:
-        return self._all_to_all(layout.pad(x).movedim(2, 0))
-
-    def to_tokens(self, x: Tensor, layout: ShardLayout) -> Tensor:
-        return self._all_to_all(layout.split(x))
-
-    def reduce_scatter(self, addends: Addends, layout: ShardLayout, key_ranges: object = None) -> Tensor:
-        dtype, total = accumulation_dtype(addends[0][1].dtype), None
-        for rows, x in addends:
-            x, outside = x.to(dtype), (rows.start, layout.total - rows.stop)
-            if any(outside):  # padded: each write to a slice of a tensor doubles Inductor's expressions
-                x = F.pad(x, (0, 0) * (x.dim() - 2) + outside)
-            total = x if total is None else total + x
-        return OPS.reduce_scatter_tensor(layout.split(total), "sum", self.cp.size, self.cp.group_name)
-
-    def gathered(self, buffer: Tensor, layout: ShardLayout) -> Tensor:
-        return layout.merge(OPS.wait_tensor(buffer))
-
-    def by_head(self, buffer: Tensor, layout: ShardLayout) -> Tensor:
-        return self._local(OPS.wait_tensor(buffer), layout).movedim(0, 2)
-
-    def write_sum(self, buffer: Tensor, layout: ShardLayout, out: Tensor) -> None:
-        out.copy_(self.sum(buffer, layout))
-
-    def sum(self, buffer: Tensor, layout: ShardLayout) -> Tensor:
-        """Sums of this rank's rows [B, n, ...] in the accumulation dtype."""
-        return self._local(OPS.wait_tensor(buffer), layout)[0]
-
-    def hold(self, buffers: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """The buffers: forward's and backward's have the same shapes."""
-        return buffers
-
-    release = hold
-
-    def _local(self, x: Tensor, layout: ShardLayout) -> Tensor:
-        """[.., B, most, ...] without padding."""
-        return x[:, :, : sum(layout.rank_counts(self.cp.rank))]
-
-    def _all_to_all(self, x: Tensor) -> Tensor:
-        each = [1] * self.cp.size
-        return OPS.all_to_all_single(x.contiguous(), each, each, self.cp.group_name)
+    counts = [count for layout in layouts for count in layout.counts]
+    ends = [end for of_rank in ranges or () for rows in of_rank for end in (rows.start, rows.stop)]
+    return OPS.exchange.default(list(xs), way, counts, ends, *static_of(cp))
 
 
-def transport_of(x: Tensor, cp: ContextParallel) -> Collectives | Messages:
-    """The transport of one exchange of tensors like x."""
-    return Collectives(cp) if is_recorded(x) else Messages(cp)
-
-
-def gather(x: Tensor, layout: ShardLayout, cp: ContextParallel) -> Tensor:
-    """Differentiable all-gather [B, n, ...] -> [B, N, ...], in order; backward sums in the accumulation dtype."""
-    return _Gather.apply(x, layout, Collectives(cp))
+def gather(x: Tensor, layout: ShardLayout, cp: ContextParallel, ranges: Ranges | None = None) -> tuple[Tensor, ...]:
+    """Differentiable `Exchange.gather`."""
+    return _Gather.apply(x, layout, cp, layout.all_rows if ranges is None else ranges)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: ShardLayout, transport: Collectives) -> Tensor:
-        ctx.static = layout, transport
-        return transport.gathered(transport.all_gather(x, layout), layout)
+    def forward(ctx: Any, x: Tensor, layout: ShardLayout, cp: ContextParallel, ranges: Ranges) -> tuple[Tensor, ...]:
+        ctx.static = [layout], cp, ranges
+        return tuple(exchange("gather", [x], *ctx.static))
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        layout, transport = ctx.static
-        buffer = transport.reduce_scatter([(slice(0, layout.total), d)], layout)
-        return transport.sum(buffer, layout).to(d.dtype), None, None
+    def backward(ctx: Any, *ds: Tensor) -> tuple[Tensor | None, ...]:
+        return *exchange("reduce_scatter", ds, *ctx.static), None, None, None
+
+
+CP = "str group_name, str? load_balance, int rank, int size"  # the rank too: graphs are kept by their constants
+
+
+def static_of(cp: ContextParallel) -> tuple[str, str | None, int, int]:
+    """Arguments of operators for `CP`."""
+    return cp.group_name, cp.load_balance, cp.rank, cp.size
+
+
+def ranks_of(group_name: str, load_balance: str | None, rank: int, size: int) -> ContextParallel:
+    """The inverse of `static_of`."""
+    return ContextParallel(dist.distributed_c10d._resolve_process_group(group_name), load_balance=load_balance)
+
+
+def define(schema: str, compute: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> None:
+    """Register an operator without derivatives of its own, which returns a list."""
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nsa_layer::{name}", fake, lib=LIBRARY)
+    refuse_derivatives(getattr(OPS, name).default, compute)
+
+
+def _arguments(counts: Sequence[int], ends: Sequence[int], cp: ContextParallel) -> tuple[list[ShardLayout], Ranges]:
+    """Layouts and ranges of the operator's numbers."""
+    layouts = [ShardLayout(tuple(of), cp.size, cp.load_balance) for of in _split(counts, cp.num_chunks)]
+    rows = [slice(*pair) for pair in _split(ends, 2)]
+    return layouts, _split(rows, len(rows) // cp.size or 1)
+
+
+def _split(x: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [x[i : i + size] for i in range(0, len(x), size)]
+
+
+def _exchange(xs: list[Tensor], way: str, counts: list[int], ends: list[int], *cp: Any) -> list[Tensor]:
+    cp = ranks_of(*cp)
+    (layouts, ranges), together = _arguments(counts, ends, cp), Exchange(cp)
+    if way == "gather":
+        outputs = together.gather(xs[0], layouts[0], ranges)
+    elif way == "reduce_scatter":
+        outputs = [xs[0].new_empty((len(xs[0]), layouts[0].local(cp.rank), *xs[0].shape[2:]))]
+        together.reduce_scatter(xs, layouts[0], outputs[0], ranges)
+    else:
+        outputs = [getattr(together, way)(x, layout) for x, layout in zip(xs, layouts, strict=True)]
+    together.start()
+    together.wait()
+    return [x.contiguous() for x in outputs]
+
+
+def _exchange_fake(xs: list[Tensor], way: str, counts: list[int], ends: list[int], *cp: Any) -> list[Tensor]:
+    cp, x = ranks_of(*cp), xs[0]
+    layouts, ranges = _arguments(counts, ends, cp)
+    if way == "gather":
+        return [x.new_empty((len(x), rows.stop - rows.start, *x.shape[2:])) for rows in ranges[cp.rank]]
+    if way == "reduce_scatter":
+        return [x.new_empty((len(x), layouts[0].local(cp.rank), *x.shape[2:]))]
+    if way == "to_heads":
+        return [x.new_empty((len(x), layout.total, *x.shape[3:])) for x, layout in zip(xs, layouts)]
+    shapes = [(len(x), layout.local(cp.rank), cp.size, *x.shape[2:]) for x, layout in zip(xs, layouts)]
+    return [x.new_empty(shape) for x, shape in zip(xs, shapes)]
+
+
+define(f"exchange(Tensor[] xs, str way, SymInt[] counts, SymInt[] ends, {CP}) -> Tensor[]", _exchange, _exchange_fake)
 
 
 # One place for messages to be launched, which benchmarks replace.
@@ -267,23 +246,15 @@ def _is_wide(x: Tensor) -> bool:
     return x.is_cuda and x.stride(-1) == 1 and not any(size % step for size in sizes)
 
 
-def _common(a: slice, b: slice) -> slice:
-    """Rows of both, which may be none."""
-    start = max(a.start, b.start)
-    return slice(start, max(start, min(a.stop, b.stop)))
-
-
-def _shift(rows: slice, origin: slice) -> slice:
-    """Rows, counted from the first one of `origin`."""
-    return slice(rows.start - origin.start, rows.stop - origin.start)
-
-
 def _add_up(out: Tensor, addends: Addends, *, kernels: bool) -> None:
-    """Write the sum of addends, rounded once, to out [B, n, H, D]."""
+    """Write the sum of addends, rounded once, to out [B, n, ...]."""
+    some = (..., *[None] * (4 - out.dim()))
+    out, addends = out[some], [(rows, x[some]) for rows, x in addends]
     ends = sorted({0, out.shape[1], *(end for rows, _ in addends for end in (rows.start, rows.stop))})
     for first, end in pairwise(ends):
         here = [x[:, first - at.start : end - at.start] for at, x in addends if at.start <= first and end <= at.stop]
         if not here:
             out[:, first:end].zero_()
+            continue
         for into, *parts in zip(out[:, first:end], *here):
             sum_rounded(parts, out.dtype, out=into, kernels=kernels)

@@ -33,10 +33,10 @@ def backward(tensors: CallTensors, saved: Saved, do: Tensor, *, spec: CallSpec) 
     sums = call.map(partial(torch.zeros_like, dtype=acc, memory_format=torch.contiguous_format), DIFFERENTIABLE)
     lses = (x if x is None else x.mT for x in (saved.lse_cmp, saved.lse_slc, saved.lse_swa))
     packed, rows, begin = spec.lengths is not None, (do, saved.g, *lses), 0
-    for (batch, q_offset), (sums_i, _) in zip(batches(call, spec), batches(sums, spec), strict=True):
+    for (batch, *offsets), (sums_i, *_) in zip(batches(call, spec), batches(sums, spec), strict=True):
         end = begin + batch.q.shape[packed]
         rows_i = (x if x is None else x[None, begin:end] if packed else x[begin:end] for x in rows)
-        _backward_batch(batch, *rows_i, sums_i, spec, q_offset)
+        _backward_batch(batch, *rows_i, sums_i, spec, *offsets)
         begin = end
     pairs = zip(sums.differentiable, tensors.differentiable)
     return tuple(None if x is None else total.to(x.dtype) for total, x in pairs)
@@ -52,6 +52,7 @@ def _backward_batch(
     sums: CallTensors,
     spec: CallSpec,
     q_offset: int,
+    window_offset: int,
 ) -> None:
     """Add the gradients of a batch of `batches` to ``sums``; g is [B, T, Hq, 3], the LSEs are [B, T, Hq]."""
     (q, k, v, do), config, where = map(computed, (*batch[:3], do)), spec.config, dict(spec=spec, q_offset=q_offset)
@@ -74,7 +75,7 @@ def _backward_batch(
     dg_swa = torch.zeros_like(dg_cmp)
     if config.window_size:
         with component("swa"):
-            keys, visible = map(computed, batch.of_window), visible_window(spec, q_offset)
+            keys, visible = map(computed, batch.of_window), visible_window(spec, window_offset)
             *grads, dg_swa = attend_chunks_backward(do, q, *keys, visible, lse_swa, g_swa, **scale)
         _add((sums.q, *sums.of_window), grads)
     with component("gate"):

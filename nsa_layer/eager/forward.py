@@ -44,7 +44,7 @@ def forward(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Saved]:
     ``q_offset`` is read on the host; lengths of packed sequences come from ``spec``, not from ``cu_seqlens``.
     """
     width = spec.config.list_width(max(spec.key_lengths or tensors.k.shape[1:2]))
-    results = [_forward_batch(batch, spec, q_offset, width) for batch, q_offset in batches(tensors, spec)]
+    results = [_forward_batch(batch, spec, width, *offsets) for batch, *offsets in batches(tensors, spec)]
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
         if parts[0] is None:
@@ -57,8 +57,8 @@ def forward(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Saved]:
     return o, Saved(block_indices=lists, g=g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
 
 
-def batches(tensors: CallTensors, spec: CallSpec) -> Iterator[tuple[CallTensors, int]]:
-    """Batches of sequences of one length, and the position of their first query among their keys.
+def batches(tensors: CallTensors, spec: CallSpec) -> Iterator[tuple[CallTensors, int, int]]:
+    """Batches of sequences of one length, and the positions of their first query among their keys and their window's.
 
     A batch is one if the position is; else each sequence is, packed ones without queries left out.
     """
@@ -70,15 +70,20 @@ def batches(tensors: CallTensors, spec: CallSpec) -> Iterator[tuple[CallTensors,
         offsets = [tensors.k.shape[1] - tensors.q.shape[1]] * len(tensors.q)
     else:
         offsets = [S - T for T, S in zip(spec.lengths, spec.key_lengths)]
+    in_window = offsets
+    if spec.window is not None:
+        in_window = [first for _, first in spec.window] * (1 if spec.lengths else len(offsets))
     if spec.lengths is None and len(set(offsets)) == 1:
-        yield tensors, offsets[0]
+        yield tensors, offsets[0], in_window[0]
         return
-    for sequence, q_offset in zip(tensors.sequences(spec), offsets, strict=True):
+    for sequence, *at in zip(tensors.sequences(spec), offsets, in_window, strict=True):
         if len(sequence.q):
-            yield sequence.as_batch(), q_offset
+            yield sequence.as_batch(), *at
 
 
-def _forward_batch(batch: CallTensors, spec: CallSpec, q_offset: int, width: int) -> tuple[Tensor | None, ...]:
+def _forward_batch(
+    batch: CallTensors, spec: CallSpec, width: int, q_offset: int, window_offset: int
+) -> tuple[Tensor | None, ...]:
     """o, selected blocks [B, M, Hs, width], gates and the branches' LSEs [B, T, Hq]; None where there are none."""
     (q, k, v), config, lists, scale = map(computed, batch[:3]), spec.config, batch.block_indices, spec.softmax_scale
     if spec.branches == SELECTED_ALONE:
@@ -88,7 +93,7 @@ def _forward_batch(batch: CallTensors, spec: CallSpec, q_offset: int, width: int
     o_swa = lse_swa = None
     if config.window_size:
         with component("swa"):
-            visible = visible_window(spec, q_offset)
+            visible = visible_window(spec, window_offset)
             o_swa, lse_swa = attend_chunks(q, *map(computed, batch.of_window), visible, softmax_scale=scale)
     with component("compress"):
         (_, k_exact, k_cmp), (_, _, v_cmp) = (compressed(batch, name, config) for name in "kv")

@@ -155,8 +155,9 @@ def refuse_derivatives(op: torch._ops.OpOverload, compute: Callable[..., tuple[T
     """Let an operator without derivatives of its own raise where it is asked for them."""
 
     def autograd(keys: DispatchKeySet, *args: Any, **static: Any) -> tuple[Tensor, ...]:
-        derivatives.refuse_tangents(*args)
-        if _needs_grad(args):
+        tensors = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]
+        derivatives.refuse_tangents(*tensors)
+        if _needs_grad(tensors):
             raise RuntimeError(f"{op.name()} has no derivatives of its own: call nsa")
         return _below_autograd(op, compute, keys, *args, **static)
 

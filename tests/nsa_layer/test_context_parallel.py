@@ -43,6 +43,7 @@ CASES = {
     "no window, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL.replace(window_size=0)), MODES),
     "nothing forced": (Case(T=80, config=OVERLAPPING.replace(init_blocks=0, local_blocks=0)), MODES),
     "more forced": (Case(lengths=(30, 50), config=SMALL.replace(init_blocks=2, local_blocks=1)), MODES),
+    "blocks seen early": (Case(lengths=(30, 50), config=OVERLAPPING.replace(compress_offset=0)), MODES),
     "by tile": (Case(T=96, config=SMALL.replace(q_tile=16)), ("heads",)),
     "by tile, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL.replace(q_tile=16)), ("heads",)),
 }
@@ -160,10 +161,11 @@ def cut_and_join(group: Any, load_balance: str | None) -> None:
         assert part.equal(x.index_select(dim, cp.positions(16 // cp.size, x.device)))
         whole = unshard_sequence(part.clone().requires_grad_(dtype.is_floating_point), cp, dim=dim)
         assert whole.equal(x)
-    leaf = torch.ones(2, 16 // cp.size, 3).requires_grad_()
-    weights = [torch.randn(2, 16, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(cp.size)]
-    (unshard_sequence(leaf, cp) * weights[cp.rank]).sum().backward()
-    torch.testing.assert_close(leaf.grad, shard_sequence(sum(weights), cp))
+    for shape, dim in (((2, 16, 3), 1), ((16,), 0)):
+        weights = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(cp.size)]
+        leaf = torch.ones_like(shard_sequence(weights[0], cp, dim=dim)).requires_grad_()
+        (unshard_sequence(leaf, cp, dim=dim) * weights[cp.rank]).sum().backward()
+        torch.testing.assert_close(leaf.grad, shard_sequence(sum(weights), cp, dim=dim))
     leaf = torch.ones(2, 16, 3).requires_grad_()
     shard_sequence(leaf, cp).sum().backward()
     assert leaf.grad.sum() == 2 * 16 // cp.size * 3 and shard_sequence(leaf.grad, cp).all()

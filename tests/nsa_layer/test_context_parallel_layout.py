@@ -16,8 +16,8 @@ from stub_kernels import stubbed_layer
 from nsa_layer import ContextParallel, NSAConfig, nsa
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.checks import Arguments
-from nsa_layer.context_parallel import gather, heads, shard_call
-from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, query_shards
+from nsa_layer.context_parallel import gather, gather_loop, heads
+from nsa_layer.context_parallel.layout import ShardLayout, query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
@@ -73,15 +73,18 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
             return WeightGradients(*[None] * 6)
 
         monkeypatch.setattr(head_groups, "backward", backward)
-        q, k = torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
-        shard, spec = QueryShard(slice(0, 64), slice(0, 300), ((64, 300, 236),), 0), CallSpec(SMALL, True, 1.0)
-        tensors, dq = CallTensors(q, k, k), torch.empty_like(q)
-        grads = shard_call.backward(tensors, shard, spec, "cute", (True,) * 3, q, Saved(), dq)
+        monkeypatch.setattr(gather_loop, "saved_shapes", lambda *_, **__: Saved())
+        q, k = (torch.zeros(1, T, heads, 64, dtype=torch.bfloat16) for T, heads in ((150, 4), (300, 2)))
+        cp = SimpleNamespace(chunks=(1,), num_chunks=2, size=2, rank=1, load_balance=None)
+        spec, own = CallSpec(SMALL, True, 1.0), CallTensors(q, k[:, :150], k[:, :150])
+        loop = gather_loop.GatherLoop(gather_loop.GatherCall(cp, "cute", spec, (True,) * 3, True), own)
+        (shard,), given = loop.shards, CallTensors(q, k, k)
+        grads = loop._attend_backward(given, shard, q, [None, *Saved()], torch.empty_like(q))
         _, dk, dv, *_, dk_win, dv_win = grads
         ((given, _, *grads, adds),) = called
     assert (dk_win, dv_win) == (None, None) and adds
     for x, rows in ((k, given.k_win), (k, given.v_win), (dk, grads[2]), (dv, grads[3])):
-        assert rows.shape == (1, 192, 2, 64) and rows.data_ptr() == x[:, 108:].data_ptr()
+        assert rows.shape == (1, 278, 2, 64) and rows.data_ptr() == x[:, 22:].data_ptr()
 
 
 def test_auto_takes_heads_where_ranks_divide_them(on_ranks: OnRanks) -> None:

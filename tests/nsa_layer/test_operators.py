@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layer_calls import Noted, operator_call, starts_of
+from layer_calls import Noted, operator_call
 from stub_kernels import stubbed_layer
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from nsa_layer import NSAConfig, nsa, selected_attention
 from nsa_layer.call_spec import CallTensors
@@ -115,36 +116,51 @@ def test_pytorch_finds_nothing_wrong_with_the_kernels(name: str) -> None:
     check(tensors, static | dict(deterministic=True))
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("gloo", id="cpu"), pytest.param("nccl", id="cuda", marks=pytest.mark.gpu)]
-)
-def test_pytorch_finds_nothing_wrong_with_shards(backend: str) -> None:
-    """Those of a rank that gathers keys in a graph."""
-    device, tokens, size, dtype, config = "cuda", 200, 64, torch.bfloat16, NSAConfig(deterministic=True)
-    if backend == "gloo":
-        device, tokens, size, dtype, config = "cpu", 20, D, torch.float32, SMALL
+@pytest.mark.parametrize("where", ["plain PyTorch", "stubs", pytest.param("kernels", marks=pytest.mark.gpu)])
+def test_pytorch_finds_nothing_wrong_with_shards(where: str) -> None:
+    """Those of a rank that gathers keys in a graph; outside of one gradients have the same shapes."""
+    device, case = "cpu", Case(B=2, T=20, Hq=HQ, Hkv=HKV, D=D, config=SMALL, compress_weights=True)
+    if where != "plain PyTorch":
+        device, case = "cuda" if where == "kernels" else "cpu", dataclasses.replace(case, **ON_KERNELS)
+        case = dataclasses.replace(case, config=NSAConfig(deterministic=True))
+    of_name = dict(packed=dataclasses.replace(case, lengths=(7, 0, case.T - 7)), own=other(case, own=OWN_KEYS))
+    backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for packed in (False, True):
-            lead = (tokens,) if packed else (2, tokens)
-            q, k, v = (torch.randn(*lead, h, size, device=device).to(dtype).requires_grad_() for h in (HQ, HKV, HKV))
-            more = dict(cp=ContextParallel(dist.group.WORLD, mode="gather"), config=config)
-            if packed:
-                starts = starts_of((7, 0, tokens - 7), device)
-                more |= dict(cu_seqlens=starts, block_indices=starts.new_zeros(*lead, HKV, 3))
-            with Noted() as noted:
-                nsa(q, k, v, **more).sum().backward()
-            assert set(noted.names) == {"shard", "shard_backward"}
-            for op, args, _ in (noted.calls[0], noted.calls[-1]):
-                given = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
-                opcheck(op, given, **({} if device == "cuda" else dict(test_utils=OF_SHAPES)))
-                x, *rest = given
-                with pytest.raises(RuntimeError, match=f"{op.name()} has no derivatives of its own"):
-                    op(x.clone().requires_grad_(), *rest)
-                with pytest.raises(NotImplementedError, match="nsa: forward mode"):
-                    torch.func.jvp(lambda x: op(x, *rest)[0], (x,), (x,))
+        with stubbed_layer() if where == "stubs" else nullcontext():
+            for name, each in (dict(batch=case) | of_name).items():
+                check_shards(each, device, name, "eager" if where == "plain PyTorch" else "cute")
     finally:
         dist.destroy_process_group()
+
+
+def check_shards(case: Case, device: str, name: str, backend: str) -> None:
+    inputs = make_inputs(case, device)
+    lists = torch.zeros(*inputs.k.shape[:-1], 3, dtype=torch.int32, device=device)
+    cp = ContextParallel(dist.group.WORLD, mode="gather")
+    of_lists = dict(block_size=case.config.block_size, block_indices=lists, cu_seqlens=inputs.cu_seqlens)
+    more = dict(block_indices=lists) if name == "packed" else {}
+    calls = [partial(nsa, **inputs.tensors(), **more, config=case.config, cu_seqlens=inputs.cu_seqlens)]
+    calls.append(partial(selected_attention, inputs.q, inputs.k, inputs.v, **of_lists))
+    for call in calls:
+        leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        grads = torch.autograd.grad(call(cp=cp, backend=backend).sum(), leaves)
+        with Noted() as noted:
+            found = torch.autograd.grad(call(cp=cp, backend=backend).sum(), leaves)
+        assert [x.shape for x in found] == [x.shape for x in grads] == [x.shape for x in leaves]
+        assert noted.names == ["gather", "gather_backward"]
+        for op, args, _ in noted.calls:
+            given = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+            opcheck(op, given, **({} if device == "cuda" else dict(test_utils=OF_SHAPES)))
+            first, structure = tree_flatten(given)
+
+            def run(x: torch.Tensor) -> Any:
+                return op(*tree_unflatten([x, *first[1:]], structure))[0]
+
+            with pytest.raises(RuntimeError, match=f"{op.name()} has no derivatives of its own"):
+                run(first[0].clone().requires_grad_())
+            with pytest.raises(NotImplementedError, match="nsa: forward mode"):
+                torch.func.jvp(run, (first[0],), (first[0],))
 
 
 def test_starts_are_those_of_the_call() -> None:
