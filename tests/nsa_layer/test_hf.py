@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_cases import CLOSE, CONFIG, SIZES, WIDE, counted, padded, plain, positions, same_numbers, sparse, tokens  # noqa: F401
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -43,50 +45,11 @@ from nsa_layer.kvcache import eager
 pytestmark = pytest.mark.xdist_group("hf")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CONFIG = NSAConfig(block_size=8, block_counts=4, window_size=16)
-WIDE = NSAConfig(block_size=8, block_counts=64, window_size=16)
-VOCABULARY = 64
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-SIZES |= dict(num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2)
-SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-CLOSE = dict(rtol=0, atol=1e-9)
-
-
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    torch.manual_seed(0)
-
-
-def sparse(**changes: object) -> NSALlamaForCausalLM:
-    """A sparse model in fp64 whose gates and matrices are not those that they start with."""
-    model = NSALlamaForCausalLM(NSALlamaConfig(**SIZES | dict(nsa=CONFIG) | changes)).double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".nsa." in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def tokens(*shape: int) -> torch.Tensor:
-    """Without the one that pads."""
-    return torch.randint(1, VOCABULARY, shape)
-
-
-def padded(ids: torch.Tensor, left: tuple[int, ...], right: tuple[int, ...] = (0, 0)) -> dict[str, torch.Tensor]:
-    """Rows of ids without their first or last tokens, and padding there."""
-    at = torch.arange(ids.shape[1])
-    mask = (at >= torch.tensor(left)[:, None]) & (at < ids.shape[1] - torch.tensor(right)[:, None])
-    return dict(input_ids=ids * mask, attention_mask=mask.long())
-
-
-def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Counted from each row's first token: angles of others would differ, rounded to fp32 as they are."""
-    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -122,22 +85,22 @@ def test_conversion_keeps_what_is_tied_frozen_and_of_its_dtype(tied: bool) -> No
 
 
 def test_models_of_transformers_take_the_attention_by_its_name() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="nsa", nsa=dict(block_size=8, window_size=4)))
-    other = sparse(nsa=dict(block_size=8, window_size=4)).float()
+    nsa = dict(block_size=8, window_size=4)
+    model, other = plain(nsa=nsa), sparse(nsa=nsa)
     other.load_state_dict(model.state_dict(), strict=False)
     for layer in other.model.layers:
         gates = layer.self_attn.nsa.gate_mlp[-1]
         torch.nn.init.zeros_(gates.weight)
-        torch.nn.init.constant_(gates.bias, -0.6931472)  # 1/3 each, as without gates
+        torch.nn.init.constant_(gates.bias, -math.log(2))  # 1/3 each, as without gates
     ids = tokens(2, 50)
-    torch.testing.assert_close(model(ids).logits, other(ids).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model(ids).logits, other(ids).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("compression", ["mean", "linear", "mlp"])
 def test_packed_sequences_are_what_each_is_alone(compression: str) -> None:
     model, ids, cuts = sparse(nsa_compression=compression), tokens(1, 90), (0, 1, 40, 90)
     alone = torch.cat([model(ids[:, a:b]).logits for a, b in zip(cuts, cuts[1:])], dim=1)
-    places = torch.cat([torch.arange(b - a) for a, b in zip(cuts, cuts[1:])])[None]
+    places = counted(*(b - a for a, b in zip(cuts, cuts[1:])))
     starts = torch.tensor(cuts, dtype=torch.int32)
     for options in (dict(cu_seq_lens_q=starts), {}, dict(use_cache=False)):
         packed = model(ids, position_ids=places, **options).logits
@@ -354,10 +317,9 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_a_model_compiles_whole(own: bool, packed: bool) -> None:
-    plain = LlamaConfig(**SIZES, attn_implementation="nsa", nsa=dict(block_size=8))
-    model, ids, options = sparse(num_hidden_layers=1) if own else LlamaForCausalLM(plain), tokens(1, 60), {}
+    model, ids, options = sparse(num_hidden_layers=1) if own else plain(), tokens(1, 60), {}
     if packed:
-        places = torch.cat((torch.arange(20), torch.arange(40)))[None]
+        places = counted(20, 40)
         options = dict(cu_seq_lens_q=torch.tensor([0, 20, 60], dtype=torch.int32), position_ids=places)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     logits = compiled(ids, use_cache=False, **options).logits
@@ -368,7 +330,7 @@ def test_a_compiled_graph_says_that_positions_start_anew() -> None:
     compiled = torch.compile(of_positions, fullgraph=True, backend="aot_eager")
     assert compiled(torch.arange(9)[None], 1, 9).cu_seqlens is None
     with pytest.raises(RuntimeError, match="by cu_seq_lens_q alone"):
-        compiled(torch.cat((torch.arange(4), torch.arange(5)))[None], 1, 9)
+        compiled(counted(4, 5), 1, 9)
 
 
 def test_configurations_of_older_versions_are_read() -> None:
@@ -458,7 +420,7 @@ def test_examples_train_a_sparse_model_and_generate_with_it(tmp_path) -> None:
 def test_kernels_give_the_logits_and_gradients_of_the_cpu() -> None:
     options = dict(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128), nsa_compression="linear")
     model, ids, cuts = sparse(**options).float(), tokens(1, 1000), (0, 1, 400, 1000)
-    places = torch.cat([torch.arange(b - a) for a, b in zip(cuts, cuts[1:])])[None]
+    places = counted(*(b - a for a, b in zip(cuts, cuts[1:])))
     packed = dict(cu_seq_lens_q=torch.tensor(cuts, dtype=torch.int32), position_ids=places)
     results = []
     for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)):

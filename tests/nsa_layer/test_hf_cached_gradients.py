@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from test_hf import CLOSE, padded, positions, sparse, tokens
+from hf_cases import CLOSE, padded, positions, same_numbers, sparse, tokens  # noqa: F401
 from transformers import DynamicCache
 
 from nsa_layer.integrations.hf import NSAModelCache

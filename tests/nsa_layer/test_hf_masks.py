@@ -6,19 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from test_hf import CACHE, CLOSE, CONFIG, SIZES, WIDE, padded, positions, sparse, tokens
-from test_hf_options import plain
+from hf_cases import CLOSE, CONFIG, SIZES, WIDE, counted, padded, plain, positions, same_numbers, sparse, tokens  # noqa: F401
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from nsa_layer.integrations.hf import NSAModelCache, convert_to_nsa
+from nsa_layer.integrations.hf.models import CACHE
 
 pytestmark = pytest.mark.xdist_group("hf")
-
-
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    torch.manual_seed(0)
 
 
 def dense_and_same() -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -80,8 +75,7 @@ def test_packed_sequences_of_a_token_start_where_0_follows_0(lengths: tuple[int,
     model = sparse()
     ids = tokens(1, sum(lengths))
     alone = torch.cat([model(part).logits for part in ids.split(lengths, dim=1)], dim=1)
-    places = torch.cat([torch.arange(n) for n in lengths])[None]
-    torch.testing.assert_close(model(ids, position_ids=places, use_cache=False).logits, alone, **CLOSE)
+    torch.testing.assert_close(model(ids, position_ids=counted(*lengths), use_cache=False).logits, alone, **CLOSE)
 
 
 def test_a_batch_of_padding_alone_fills_a_cache_with_none() -> None:

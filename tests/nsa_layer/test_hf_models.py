@@ -8,11 +8,13 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
+import hf_cases
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, cpu_offload
+from hf_cases import CONFIG, SIZES, counted, same_numbers, tokens  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,38 +28,20 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from nsa_layer import NSAConfig, NSAttention
+from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, convert_to_nsa
 
 pytestmark = pytest.mark.xdist_group("hf")
 
-CONFIG = NSAConfig(block_size=8, block_counts=4, window_size=16)
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-SIZES |= dict(num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=0)
 WAYS = [("query", "linear"), ("input", "mlp"), ("linear", "mlp")]
 
 
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    torch.manual_seed(0)
-
-
 def sparse(**changes: object) -> NSALlamaForCausalLM:
-    """A sparse model whose gates and matrices are not those that they start with."""
-    model = NSALlamaForCausalLM(NSALlamaConfig(**SIZES | dict(nsa=CONFIG) | changes)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".nsa." in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return hf_cases.sparse(**changes).float()
 
 
 def dense() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
-
-
-def tokens(*shape: int) -> torch.Tensor:
-    return torch.randint(1, 64, shape)
 
 
 @pytest.fixture
@@ -142,8 +126,8 @@ def test_a_dense_models_configuration_has_options_too(value: object) -> None:
     plain.config.nsa_backend = "cute"
     with pytest.raises(ValueError, match="backend='cute' needs tensors on a GPU"):
         plain(ids)
-    for nsa, message in ((dict(blocks=3), "unknown NSAConfig fields: blocks"), (8, "nsa must be an NSAConfig")):
-        plain.config.nsa = nsa
+    for value, message in ((dict(blocks=3), "unknown NSAConfig fields: blocks"), (8, "nsa must be an NSAConfig")):
+        plain.config.nsa = value
         with pytest.raises((ValueError, TypeError), match=message):
             plain(ids)
 
@@ -263,43 +247,27 @@ class Doubled(nn.Linear):
 
 
 def test_conversion_refuses_what_it_cannot_keep() -> None:
-    def quantized(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        model.hf_quantizer = object()
-        return model
-
-    def adapted(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        model.model.layers[1].self_attn.q_proj = Doubled(model.model.layers[1].self_attn.q_proj)
-        return model
-
-    def patched(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        forward = model.model.layers[0].forward
-        model.model.layers[0].forward = lambda *given, **options: forward(*given, **options)
-        return model
-
-    def compiled(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        model.compile()
-        return model
-
-    def compiled_forward(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        model.forward = torch.compile(model.forward)
-        return model
-
-    def compiled_layer(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        model.model.layers[1] = torch.compile(model.model.layers[1])
+    def changed(part: str, name: str, change: Callable) -> LlamaForCausalLM:
+        model = dense()
+        owner = model.get_submodule(part)
+        setattr(owner, name, change(getattr(owner, name, None)))
         return model
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         int8 = torch.ao.quantization.quantize_dynamic(dense(), {nn.Linear})
+    compiled = dense()
+    compiled.compile()
+    layers = "LlamaForCausalLM.model.layers"
     for model, message in (
-        (quantized(dense()), "a quantized model"),
+        (changed("", "hf_quantizer", lambda _: object()), "a quantized model"),
         (int8, "adapters or changed layers: 'lm_head._packed_params"),
-        (adapted(dense()), "adapters or changed layers: 'model.layers.1.self_attn.q_proj"),
+        (changed("model.layers.1.self_attn", "q_proj", Doubled), "or changed layers: 'model.layers.1.self_attn.q_proj"),
         (cpu_offload(dense(), execution_device="cpu"), "accelerate offloads or dispatches"),
-        (patched(dense()), "LlamaForCausalLM.model.layers.0 is wrapped or compiled"),
-        (compiled(dense()), "LlamaForCausalLM is wrapped or compiled"),
-        (compiled_forward(dense()), "LlamaForCausalLM is wrapped or compiled"),
-        (compiled_layer(dense()), "LlamaForCausalLM.model.layers.1 is wrapped or compiled"),
+        (changed("model.layers.0", "forward", lambda f: lambda *x, **y: f(*x, **y)), f"{layers}.0 is wrapped or comp"),
+        (compiled, "LlamaForCausalLM is wrapped or compiled"),
+        (changed("", "forward", torch.compile), "LlamaForCausalLM is wrapped or compiled"),
+        (changed("model.layers", "1", torch.compile), f"{layers}.1 is wrapped or compiled"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             convert_to_nsa(model, CONFIG)
@@ -340,7 +308,7 @@ def test_projections_are_not_asked_for_a_weight() -> None:
 @pytest.mark.parametrize("longest", [50, np.int64(50), torch.tensor(50), None], ids=lambda x: type(x).__name__)
 def test_max_length_q_is_any_integer(longest: object) -> None:
     model, ids, starts = sparse(), tokens(1, 90), torch.tensor([0, 40, 90], dtype=torch.int32)
-    places = torch.cat((torch.arange(40), torch.arange(50)))[None]
+    places = counted(40, 50)
     packed = model(ids, position_ids=places, cu_seq_lens_q=starts, max_length_q=longest).logits
     torch.testing.assert_close(packed[:, 40:], model(ids[:, 40:]).logits)
     with pytest.raises(TypeError):
@@ -381,7 +349,7 @@ def fla_weights(bias: bool) -> dict[str, torch.Tensor]:
 
 
 def plain_logits(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """The logits of tokens [T] in fp64, query by query."""
+    """The logits of tokens [T] in fp64."""
     weights = {name: x.double() for name, x in weights.items()}
     x = weights["model.embeddings.weight"][ids]
     for i in range(FLA["num_hidden_layers"]):
@@ -398,39 +366,19 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def plain_attention(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
-    T, block, group = len(x), FLA["block_size"], FLA["num_heads"] // FLA["num_kv_heads"]
     q, k, v = (
-        nn.functional.linear(x, layer[f"attn.{p}.weight"], layer.get(f"attn.{p}.bias")).view(T, -1, D)
+        nn.functional.linear(x, layer[f"attn.{p}.weight"], layer.get(f"attn.{p}.bias")).view(1, len(x), -1, D)
         for p in ("q_proj", "k_proj", "v_proj")
     )
-    angles = torch.arange(T)[:, None, None] * FLA["rope_theta"] ** (-torch.arange(0, D, 2).double() / D)
+    angles = torch.arange(len(x))[:, None, None] * FLA["rope_theta"] ** (-torch.arange(0, D, 2).double() / D)
     q, k = (
         torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
         for a, b in (q.chunk(2, dim=-1), k.chunk(2, dim=-1))
     )
-    gates = (x @ layer["attn.g_proj.weight"].T).sigmoid().view(T, -1, 3, 1)
-    o = torch.zeros(T, FLA["num_heads"], D, dtype=torch.float64)
-
-    def attend(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        p = (rows @ keys.T * D**-0.5).softmax(-1)
-        return p @ values, p
-
-    for t in range(T):
-        for h in range(FLA["num_kv_heads"]):
-            rows, heads = q[t, h * group : (h + 1) * group], slice(h * group, (h + 1) * group)
-            complete, own = (t + 1) // block, t // block
-            means = [x[: complete * block, h].unflatten(0, (complete, block)).mean(1) for x in (k, v) if complete]
-            o_cmp, p = attend(rows, *means) if complete else (0, None)
-            forced = {j for j in (0, own - 1, own) if j >= 0}
-            others = sorted(set(range(complete)) - forced, key=lambda j: -p.sum(0)[j])
-            chosen = [*forced, *others[: FLA["block_counts"] - len(forced)]]
-            listed = [s for j in chosen for s in range(j * block, min((j + 1) * block, t + 1))]
-            o_slc, _ = attend(rows, k[listed, h], v[listed, h])
-            near = slice(max(0, t - FLA["window_size"] + 1), t + 1)
-            o_swa, _ = attend(rows, k[near, h], v[near, h])
-            g = gates[t, heads]
-            o[t, heads] = g[:, 0] * o_cmp + g[:, 1] * o_slc + g[:, 2] * o_swa
-    return o.flatten(1) @ layer["attn.o_proj.weight"].T
+    gates = (x @ layer["attn.g_proj.weight"].T).sigmoid().view(1, len(x), -1, 3)
+    config = NSAConfig(**{name: FLA[name] for name in ("block_size", "block_counts", "window_size")})
+    o = nsa(q, k, v, gates=gates, config=config, backend="reference")
+    return o[0].flatten(1) @ layer["attn.o_proj.weight"].T
 
 
 @pytest.mark.parametrize("bias", [False, True])

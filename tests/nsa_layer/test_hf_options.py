@@ -6,24 +6,14 @@ import warnings
 
 import pytest
 import torch
-from test_hf import CACHE, CLOSE, SIZES, VOCABULARY, padded, positions, sparse, tokens
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from hf_cases import CLOSE, VOCABULARY, counted, padded, plain, positions, same_numbers, sparse, tokens  # noqa: F401
+from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import TransformersKwargs
 
 from nsa_layer.integrations.hf.attention import nsa_attention_forward
+from nsa_layer.integrations.hf.models import CACHE
 
 pytestmark = pytest.mark.xdist_group("hf")
-
-
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    torch.manual_seed(0)
-
-
-def plain(**changes: object) -> LlamaForCausalLM:
-    """A dense model with the attention alone."""
-    sizes = SIZES | dict(attn_implementation="nsa", nsa=dict(block_size=8)) | changes
-    return LlamaForCausalLM(LlamaConfig(**sizes)).double().eval()
 
 
 SET = dict(softcap=30.0, s_aux=torch.zeros(4), sinks=torch.zeros(4), position_bias=torch.zeros(1), dropout=0.1)
@@ -106,7 +96,7 @@ def test_lists_of_the_model_take_the_place_of_a_choice() -> None:
     with pytest.raises(NotImplementedError, match="block_indices .*padding in front of tokens"):
         model(**padded(ids, (0, 30)))
     with pytest.raises(NotImplementedError, match="block_indices of packed sequences"):
-        model(ids, position_ids=torch.cat((torch.arange(40), torch.arange(50)))[None], use_cache=False)
+        model(ids, position_ids=counted(40, 50), use_cache=False)
     with pytest.raises(NotImplementedError, match="block_indices of a model with gates"):
         sparse()(ids, block_indices=torch.zeros(2, 2, 90, 1, dtype=torch.long))
 
