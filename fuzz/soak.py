@@ -15,8 +15,8 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations, product
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -33,32 +33,26 @@ LEAST_SAMPLES = 8
 INTERRUPTED = "interrupted"
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Seconds since the start; MiB of the process, of live and of reserved GPU memory."""
 
     at: float
     host: float
-    live: float
-    reserved: float
-
-
-def resident() -> float:
-    """MiB of memory that the process holds."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+    live: float = 0.0
+    reserved: float = 0.0
 
 
 def take_sample(started: float, device: str) -> Sample:
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)  # what the allocator keeps for itself is no leak
-    live = reserved = 0.0
-    if device == "cuda":
-        torch.cuda.synchronize()
-        live, reserved = torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
-    return Sample(time.monotonic() - started, resident(), live, reserved)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        host = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+    if device == "cpu":
+        return Sample(time.monotonic() - started, host)
+    torch.cuda.synchronize()
+    on_gpu = (torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB)
+    return Sample(time.monotonic() - started, host, *on_gpu)
 
 
 def growth(samples: Sequence[Sample], name: str) -> float:
@@ -77,43 +71,30 @@ class Trainer:
     """Layers of a few configurations, each with an optimizer, and steps of drawn shapes."""
 
     def __init__(self, device: str, seed: int) -> None:
-        self.device, self.draw = device, random.Random(seed)
-        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.device, self.draw, cuda = device, random.Random(seed), device == "cuda"
+        self.dtype, self.longest = (torch.bfloat16, 4096) if cuda else (torch.float32, 200)
         torch.manual_seed(seed)
-        width, D = (512, 64) if device == "cuda" else (32, 8)
-        size = 64 if device == "cuda" else 8
+        width, D, size = (512, 64, 64) if cuda else (32, 8, 8)
         base = NSAConfig(block_size=size, block_counts=6, window_size=3 * size)
         # On a GPU only Hopper's kernels have a deterministic backward of such tiles.
-        exact = device == "cpu" or torch.cuda.get_device_capability()[0] == 9
-        configs = [
-            base,
-            base.replace(q_tile=2 * size, deterministic=exact),
-            base.replace(init_blocks=0, local_blocks=0),
-        ]
-        heads = width // D
-        self.layers = [
-            NSAttention(
-                width, num_heads=heads, num_kv_heads=heads // 4 or 1, config=config, compression="linear",
-                rope=RotaryEmbedding(D), device=device, dtype=self.dtype,
-            )
-            for config in configs
-        ]  # fmt: skip
+        exact = not cuda or torch.cuda.get_device_capability()[0] == 9
+        forced = dict(init_blocks=0, local_blocks=0)
+        configs = (base, base.replace(q_tile=2 * size, deterministic=exact), base.replace(**forced))
+        heads = dict(num_heads=width // D, num_kv_heads=width // D // 4 or 1)
+        options = heads | dict(compression="linear", rope=RotaryEmbedding(D), device=device, dtype=self.dtype)
+        self.layers = [NSAttention(width, config=config, **options) for config in configs]
         self.optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-3) for layer in self.layers]
-        self.longest = 4096 if device == "cuda" else 200
         self._first = iter(first_steps(len(self.layers), self.longest))
 
     def step(self) -> float:
         which, T, batch = next(self._first, None) or self._drawn()
-        layer, optimizer = self.layers[which], self.optimizers[which]
-        starts = None
+        layer, optimizer, starts = self.layers[which], self.optimizers[which], None
         if not batch:
             cuts = sorted(self.draw.randint(0, T) for _ in range(self.draw.randint(0, 5)))
             starts = torch.tensor([0, *cuts, T], dtype=torch.int32, device=self.device)
-        shape = (batch, T) if batch else (T,)
-        x = torch.randn(*shape, layer.dim, device=self.device, dtype=self.dtype)
-        target = x.roll(1, -2)
+        x = torch.randn(*((batch, T) if batch else (T,)), layer.dim, device=self.device, dtype=self.dtype)
         optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.mse_loss(layer(x, cu_seqlens=starts).float(), target.float())
+        loss = nn.functional.mse_loss(layer(x, cu_seqlens=starts).float(), x.roll(1, -2).float())
         loss.backward()
         optimizer.step()
         value = float(loss.detach())
@@ -135,10 +116,8 @@ def soak(minutes: float, device: str, seed: int) -> tuple[int, list[Sample], str
         while (now := time.monotonic() - started) < end:
             try:
                 loss = trainer.step()
-            except FloatingPointError as error:
-                return steps, samples, str(error)
-            except KeyboardInterrupt:
-                return steps, samples, INTERRUPTED
+            except (FloatingPointError, KeyboardInterrupt) as error:
+                return steps, samples, str(error) or INTERRUPTED
             steps += 1
             if not samples or now - samples[-1].at >= every:
                 samples.append(take_sample(started, device))
@@ -157,8 +136,7 @@ def main(argv: Sequence[str]) -> int:
     steps, samples, wrong = soak(options.minutes, options.device, options.seed)
     seconds = options.minutes * 60
     settled = [sample for sample in samples if sample.at >= WARM_UP * seconds]
-    shown = samples[:: max(1, len(samples) // 12)]
-    rows = [[f"{s.at:.0f}", *(f"{x:.1f}" for x in (s.host, s.live, s.reserved))] for s in shown]
+    rows = [[f"{s.at:.0f}", *(f"{x:.1f}" for x in s[1:])] for s in samples[:: max(1, len(samples) // 12)]]
     print(markdown(["s", "host, MiB", "GPU live, MiB", "GPU reserved, MiB"], rows))
     if wrong and wrong != INTERRUPTED:
         print(wrong)
@@ -166,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     if len(settled) < LEAST_SAMPLES:
         print(f"{steps} steps, {len(settled)} samples after the warm-up: too few to say")
         return 2
-    grown = {name: growth(settled, name) for name in ("host", "live", "reserved")}
+    grown = {name: growth(settled, name) for name in Sample._fields[1:]}
     said = ", ".join(f"{name} {value:+.2f}" for name, value in grown.items())
     print(f"{steps} steps; growth after the warm-up, MiB a minute: {said}")
     if wrong:

@@ -72,16 +72,12 @@ COMPRESSED = (
     ("compress_offset", ValueError, "compress_offset has to be an int, got", 0.5, "0", None, True),
     ("compress_offset", ValueError, "compress_offset has to be in -536870912 .. 536870912", 1 << 30, -(1 << 30)),
     ("compress_factor", ValueError, "compress_factor=16, .* need causal=True", Together(causal=False)),
-    (
-        "compress_offset",
-        ValueError,
-        "compress_factor=1, .* need causal=True",
-        Together(causal=False, compress_factor=1),
-    ),
+    ("compress_offset", ValueError, "compress_factor=1, .* need causal=True",
+     Together(causal=False, compress_factor=1)),
     ("window_size", NotImplementedError, "compress_factor=16, compress_offset=15 together with window_size", (100, 0)),
     ("qv", NotImplementedError, "compress_factor=16, compress_offset=15 together with qv", lambda _: qkv("cuda")["q"]),
     *SCALE,
-)
+)  # fmt: skip
 
 
 def compressed(device: str, packed: bool) -> dict[str, Any]:
@@ -172,15 +168,11 @@ def packed_rows(form: str) -> tuple[Row, ...]:
         every += (
             ("mask_block_idx with shape", changed(mask_block_idx=lambda t: less(t, 1))),
             ("full_block_idx has 2 dimensions", changed(full_block_idx=lambda t: t.select(1, 0))),
-            (
-                "dq_write_order with .* expanded to expected",
-                lambda lists: lists._replace(dq_write_order=lists.mask_block_idx.repeat(1, 1, 2)),
-            ),
-            (
-                "mask_block_idx.*contiguous in its last dimension",
-                changed(mask_block_idx=lambda t: t.as_strided(t.shape, (t.stride(0), 1, t.shape[1]))),
-            ),
-        )
+            ("dq_write_order with .* expanded to expected",
+             lambda lists: lists._replace(dq_write_order=lists.mask_block_idx.repeat(1, 1, 2))),
+            ("mask_block_idx.*contiguous in its last dimension",
+             changed(mask_block_idx=lambda t: t.as_strided(t.shape, (t.stride(0), 1, t.shape[1])))),
+        )  # fmt: skip
     if form in ("stacked", "ragged"):
         every += (
             ("cu_block_idx_offsets|requires bl", changed(cu_block_idx_offsets=None)),
@@ -332,10 +324,8 @@ PLAN = (
 PLAN_SM100 = ((BOTH[0], NotImplementedError, "only backward on SM90 follows a plan", lambda _: moved(PLANNED, "cuda")),)
 TABLES = (
     Table("flash_attn_func, compressed", flash_attn_func, partial(compressed, packed=False), COMPRESSED, "cuda"),
-    Table(
-        "flash_attn_varlen_func, compressed", flash_attn_varlen_func, partial(compressed, packed=True), COMPRESSED,
-        "cuda",
-    ),
+    Table("flash_attn_varlen_func, compressed", flash_attn_varlen_func, partial(compressed, packed=True), COMPRESSED,
+          "cuda"),
     Table("flash_attn_func, a gradient with lists", flash_attn_func, one_sided, ONE_SIDED, "cuda"),
     Table("flash_attn_func, lists", flash_attn_func, with_lists, FORWARD, "cuda"),
     Table("flash_attn_func, lists on sm_100", flash_attn_func, with_lists, FORWARD_SM100, "cuda", arch=100),
@@ -351,18 +341,15 @@ TABLES = (
         unread("Block sparsity backward not supported on SM 12.0"), "cuda", arch=120,
     ),
     *(
-        Table(
-            f"flash_attn_varlen_func, {form} lists", flash_attn_varlen_func, partial(with_lists, form=form),
-            packed_rows(form), "cuda",
-        )
+        Table(f"flash_attn_varlen_func, {form} lists", flash_attn_varlen_func, partial(with_lists, form=form),
+              packed_rows(form), "cuda")
         for form in FORMS
     ),
     Table("validate=True, paged keys", partial(validate_call, True), checked, NOT_CHECKED),
     Table("flash_attn_func, validate=True", flash_attn_func, public_checked, PUBLIC_CHECK),
     Table("check_plan", check_plan, lambda device: dict(lists=PLANNED, arch=90, batch=B, packed_k=False), PLAN),
-    Table(
-        "backward of flash_attn_varlen_func", _flash_attn_bwd, partial(dense_backward, packed=True), HEAD_DIMS, "cuda"
-    ),
+    Table("backward of flash_attn_varlen_func", _flash_attn_bwd, partial(dense_backward, packed=True), HEAD_DIMS,
+          "cuda"),
     Table("backward of flash_attn_func, deterministic", _flash_attn_bwd, backward_call, BACKWARD, "cuda"),
     Table(
         "backward of flash_attn_func, deterministic on sm_100", _flash_attn_bwd, backward_call,

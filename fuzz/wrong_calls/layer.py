@@ -313,37 +313,22 @@ POLICY = (
     ("budget", ValueError, "budget must be at least 0 bytes, got -1", -1),
     ("recompute", ValueError, "recompute must be one of 'auto', .*, got", "some", None, ["all"], True),
 )
-SIZES = "block_size block_counts q_tile"
+SIZES, COMPRESS = "block_size block_counts q_tile", "compress_size compress_stride"
 OF_CONFIG = (
     *not_a_size(SIZES),
-    *not_a_size("compress_size compress_stride", optional=True),
-    (f"{SIZES} compress_size compress_stride", TypeError, "{} must be an int, got nan", NAN),
-    (
-        f"{SIZES} compress_size compress_stride compress_offset",
-        ValueError,
-        "{} must be at most 2147483647, got",
-        2**31,
-        10**30,
-    ),
+    *not_a_size(COMPRESS, optional=True),
+    (f"{SIZES} {COMPRESS}", TypeError, "{} must be an int, got nan", NAN),
+    (f"{SIZES} {COMPRESS} compress_offset", ValueError, "{} must be at most 2147483647, got", 2**31, 10**30),
     ("block_size compress_size", ValueError, "{} must be at most 1048576 tokens, got", 2**31 - 1, 2**20 + 8),
     ("compress_stride", ValueError, "compress_stride must divide block_size, got", 5, 32),
     ("compress_size", ValueError, "compress_stride must divide compress_size, got", 4, 12),
     ("compress_size", ValueError, "compress_size other than block_size needs q_tile=1 and rule='nsa', got", 8, 32, 24),
-    (
-        "compress_size",
-        ValueError,
-        "compress_stride must divide block_size, got .*=3, block_size=16",
-        Together(compress_size=6, compress_stride=3, q_tile=1),
-    ),
+    ("compress_size", ValueError, "compress_stride must divide block_size, got .*=3, block_size=16",
+     Together(compress_size=6, compress_stride=3, q_tile=1)),
     ("compress_offset", TypeError, "compress_offset must be an int, got", 1.5, "1", True, NAN),
     ("compress_offset", ValueError, "compress_offset must be at least -2147483647, got", -(10**30)),
     ("q_tile", ValueError, "q_tile must be 1 or a power of two up to 256, got", 24, 3, 384, 512),
-    (
-        "block_size",
-        ValueError,
-        "q_tile must be a multiple or a divisor of block_size, got q_tile=32, block_size=24",
-        24,
-    ),
+    ("block_size", ValueError, "q_tile must be a multiple or a divisor of block_size, got q_tile=32, .*=24", 24),
     ("deterministic", *NOT_A_BOOL, NAN),
     *not_a_size("window_size init_blocks local_blocks", least=0),
     ("init_blocks", ValueError, r"init_blocks \+ local_blocks must be at most 2147483647, got", 2**31 - 1),
@@ -351,7 +336,7 @@ OF_CONFIG = (
     ("rule", ValueError, "rule='seed' needs .* local_blocks, got 8, 15, 1 and 2", "seed"),
     ("block_sizes", TypeError, "unexpected keyword argument 'block_sizes'", 64),
     ("force_blocks", TypeError, "unexpected keyword argument 'force_blocks'", True),
-)
+)  # fmt: skip
 OLD = {"tile_query": "before", "importance": "softmax", "per_head": False}
 FROM_DICT = (
     ("values", TypeError, "values must be a dict of NSAConfig fields by name, got", None, {1: 1}, [("q_tile", 1)], "a"),
@@ -455,16 +440,9 @@ TABLES = (
     Table("nsa_with_kvcache, pages", nsa_with_kvcache, two_pages, PAGES, first=False),
     Table("NSACache", NSACache, cache_arguments, CACHE),
     Table("NSACache.attend", lambda **arguments: empty_cache().attend(**arguments), appended, OF_CACHE, first=False),
-    Table(
-        "NSACache.crop", lambda lengths: empty_cache().crop(lengths), lambda device: dict(lengths=0), CROP, first=False
-    ),
-    Table(
-        "NSACache.reorder",
-        lambda index: empty_cache().reorder(index),
-        lambda device: dict(index=[1, 0]),
-        REORDER,
-        first=False,
-    ),
+    Table("NSACache.crop", lambda **one: empty_cache().crop(**one), lambda device: dict(lengths=0), CROP, first=False),
+    Table("NSACache.reorder", lambda **one: empty_cache().reorder(**one), lambda device: dict(index=[1, 0]), REORDER,
+          first=False),
     Table("nsa", nsa, batch, NSA),
     Table("nsa, packed", nsa, packed, PACKED),
     Table("selected_attention", selected_attention, listed, LISTED),
@@ -478,12 +456,8 @@ TABLES = (
     Table("NSAttention.forward", lambda x, layer, **more: layer(x, **more), layer_arguments, FORWARD),
     Table("NSAttention.forward, late", lambda x, layer, **more: layer(x, **more), layer_arguments, OF_NSA, first=False),
     Table("RotaryEmbedding", RotaryEmbedding, lambda device: dict(head_dim=8, base=10000.0), ROPE),
-    Table(
-        "RotaryEmbedding.forward",
-        RotaryEmbedding(8),
-        lambda device: dict(q=torch.zeros(1, 4, 2, 8), k=torch.zeros(1, 4, 1, 8), positions=torch.arange(4)),
-        ROTATED,
-    ),
+    Table("RotaryEmbedding.forward", RotaryEmbedding(8), lambda device: dict(
+        q=torch.zeros(1, 4, 2, 8), k=torch.zeros(1, 4, 1, 8), positions=torch.arange(4)), ROTATED),
     Table("warm_up", warm_up, lambda device: dict(config=CONFIG, shapes=[(1, 128, 4, 2, 64)]), SHAPES),
     Table("testing.Case", Case, lambda device: {}, (("gate", ValueError, "gate must be", "sum", None),)),
-)
+)  # fmt: skip

@@ -68,12 +68,6 @@ WITHOUT = (
 TABLES = (
     Table("backward of flash_attn_func, two passes", _flash_attn_bwd, asked_for, TWO, "cuda"),
     Table("backward of flash_attn_func, without dq", _flash_attn_bwd, without, WITHOUT, "cuda"),
-    Table(
-        "backward of flash_attn_func, without dq on sm_100",
-        _flash_attn_bwd,
-        backward_call,
-        (("without_dq", NotImplementedError, "on sm_100", True),),
-        "cuda",
-        arch=100,
-    ),
-)
+    Table("backward of flash_attn_func, without dq on sm_100", _flash_attn_bwd, backward_call,
+          (("without_dq", NotImplementedError, "on sm_100", True),), "cuda", arch=100),
+)  # fmt: skip

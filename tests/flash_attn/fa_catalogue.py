@@ -154,6 +154,7 @@ ONLY_SM100 = [
     Case(D=128, **LONG, lists="both", block=(256, 256)),
     Case(T_q=512, T_k=512, causal=True),
     Case(T_q=512, T_k=512, causal=True, deterministic=True),
+    Case(D=128, lists="no full", deterministic=True),
     Case(D=128, packed=((100, 130), (257, 300), (1, 1)), causal=True),
 ]
 

@@ -24,6 +24,19 @@ def attention(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return tuple(found[name] for name in RESULTS)
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """In fp32, or in fp64 as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """o in q's dtype, log-sum-exp and probabilities of attention to all keys."""
+    k_all, v_all = (wide(x).repeat_interleave(q.shape[-2] // k.shape[-2], -2) for x in (k, v))
+    s = torch.einsum("...qhd,...khd->...hqk", wide(q), k_all) * q.shape[-1] ** -0.5
+    p = s.softmax(-1)
+    return torch.einsum("...hqk,...khd->...qhd", p, v_all).to(q.dtype), s.logsumexp(-1), p
+
+
 def one_pass(case: Case, x: Inputs) -> Tensors:
     """The kernels' results, over lists in one pass."""
     o, lse = forward(case, x)

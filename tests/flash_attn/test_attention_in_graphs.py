@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
+from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.block_lists import lists_from_blocks, transpose_lists
 from flash_attn.cute.lists.validate_calls import ALWAYS
 from flash_attn.cute.operators import attention as operators
@@ -23,56 +23,10 @@ STARTS = torch.tensor([0, 100, 100, 300], dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
-def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of the kernels, call by call; they compute what no mask or list changes."""
+def calls(plain_kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The arguments of the kernels, call by call."""
     torch._dynamo.reset()
-    made: list[dict[str, Any]] = []
-    if request.node.get_closest_marker("gpu"):
-        return made
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = (x.repeat_interleave(q.shape[-2] // k.shape[-2], -2) for x in (k, v))
-        s = torch.einsum("...qhd,...khd->...hqk", q, k)
-        return torch.einsum("...hqk,...khd->...qhd", s.softmax(-1), v), s.logsumexp(-1), s.softmax(-1)
-
-    forward_names, backward_names = (
-        list(signature(function).parameters) for function in (interface._flash_attn_fwd, interface._flash_attn_bwd)
-    )
-
-    def forward(*args: Any, **given: Any) -> tuple:
-        given |= dict(zip(forward_names, args))
-        needs_grad = any(given[name].requires_grad for name in "qkv")
-        made.append(given | dict(return_lse=given["return_lse"] or needs_grad))
-        with torch.no_grad():
-            out, lse, _ = attention(*(given[name].float() for name in "qkv"))
-        return (
-            out.to(given["q"].dtype).contiguous(),
-            lse if given["return_lse"] or needs_grad else None,
-            None,
-            None,
-            None,
-        )
-
-    def backward(*args: Any, **given: Any) -> tuple:
-        given |= dict(zip(backward_names, args))
-        made.append({name: x for name, x in given.items() if name not in ("dq", "dk", "dv")})
-        q, k, v, do = (given[name].detach().float() for name in ("q", "k", "v", "dout"))
-        with torch.no_grad():
-            o, lse, p = attention(q, k, v)
-            of_heads = (*k.shape[:-1], q.shape[-2] // k.shape[-2], -1)
-            k_all, v_all = (x.repeat_interleave(of_heads[-2], -2) for x in (k, v))
-            ds = torch.einsum("...qhd,...khd->...hqk", do, v_all) - (do * o).sum(-1).mT.unsqueeze(-1)
-            ds = p * (ds if given["dlse"] is None else ds + given["dlse"].unsqueeze(-1))
-            dq = torch.einsum("...hqk,...khd->...qhd", ds, k_all)
-            dk = torch.einsum("...hqk,...qhd->...khd", ds, q).view(of_heads).sum(-2)
-            dv = torch.einsum("...hqk,...qhd->...khd", p, do).view(of_heads).sum(-2)
-        of = tuple(x.to(given["q"].dtype) for x in (dq, dk, dv))
-        sink = given["learnable_sink"]
-        return of if sink is None else (*of, torch.ones_like(sink))
-
-    monkeypatch.setattr(interface, "_flash_attn_fwd", forward)
-    monkeypatch.setattr(interface, "_flash_attn_bwd", backward)
-    return made
+    return plain_kernels
 
 
 def lists() -> Any:

@@ -9,46 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from fa_reference import plain_attention
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
+from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.block_lists import lists_from_blocks
 
 ONCE = "was asked for a second derivative"
 Tensor = torch.Tensor
 
 
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("...qhd,...khd->...hqk", q, k) / q.shape[-1] ** 0.5
+@pytest.fixture(autouse=True)
+def read(plain_kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The arguments of the kernels; those of the last backward are the last ones."""
+    return plain_kernels
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    s = scores(q, k)
-    return torch.einsum("...hqk,...khd->...qhd", s.softmax(-1), v), s.logsumexp(-1)
-
-
-@pytest.fixture(autouse=True)
-def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The options that backward was called with last. Neither direction leaves a history, as kernels do not."""
-    last: dict[str, Any] = {}
-    if request.node.get_closest_marker("gpu"):
-        return last
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple:
-        with torch.no_grad():
-            return *attention(q, k, v), None, None, None
-
-    def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, *args: Any, **options: Any) -> tuple:
-        last.update(options)
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            o, lse = attention(*leaves)
-            wanted = [(o, dout)] if options["dlse"] is None else [(o, dout), (lse, options["dlse"])]
-            return torch.autograd.grad([x for x, _ in wanted], leaves, [g.detach() for _, g in wanted])
-
-    monkeypatch.setattr(interface, "_flash_attn_fwd", forward)
-    monkeypatch.setattr(interface, "_flash_attn_bwd", backward)
-    return last
+    return plain_attention(q, k, v)[:2]
 
 
 def inputs(packed: bool = False) -> list[Tensor]:
@@ -168,7 +146,7 @@ def test_starts_that_are_overwritten(name: str) -> None:
 
 
 @EACH
-def test_backward_gets_the_lists_of_its_call(attend: Callable, read: dict[str, Any]) -> None:
+def test_backward_gets_the_lists_of_its_call(attend: Callable, read: list[dict[str, Any]]) -> None:
     """It gets every field, also those that are no tensors, and beside other calls and aux tensors."""
     leaves, aux = made_for(attend), [torch.ones(3), torch.zeros(2)]
     lists = [some_lists()._replace(spt=bool(n % 2), passes=1) for n in range(4)]
@@ -181,15 +159,16 @@ def test_backward_gets_the_lists_of_its_call(attend: Callable, read: dict[str, A
         calls, (lists[0], lists[2], lists[1]), (lists[1], lists[3], None), (aux, aux, None), strict=True
     ):
         o.sum().backward()
-        for got, given in ((read["block_sparse_tensors_fwd"], forward), (read["block_sparse_tensors"], backward)):
+        last = read[-1]
+        for got, given in ((last["block_sparse_tensors_fwd"], forward), (last["block_sparse_tensors"], backward)):
             assert type(got) is type(given)
             assert given is None or all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(got, given))
-        got = read["aux_tensors"]
+        got = last["aux_tensors"]
         assert got is aux_tensors or [t.data_ptr() for t in got] == [t.data_ptr() for t in aux_tensors]
 
 
 @EACH
-def test_lists_made_under_inference_mode(attend: Callable, read: dict[str, Any]) -> None:
+def test_lists_made_under_inference_mode(attend: Callable, read: list[dict[str, Any]]) -> None:
     """Nobody counts who writes to them: backward has its own."""
     with torch.inference_mode():
         lists = some_lists()
@@ -199,7 +178,7 @@ def test_lists_made_under_inference_mode(attend: Callable, read: dict[str, Any])
         lists.mask_block_cnt.zero_()
         attend(*made_for(attend), block_sparse_tensors=lists)
     o.sum().backward()
-    assert read["block_sparse_tensors"].mask_block_cnt.equal(before)
+    assert read[-1]["block_sparse_tensors"].mask_block_cnt.equal(before)
 
 
 @pytest.mark.gpu

@@ -8,17 +8,12 @@ from types import ModuleType
 import pytest
 import torch
 from fa_compile import Worker, swept
-from fa_reference import assert_bits_repeat
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn.cute.runtime import lazy_imports
 from flash_attn.cute.runtime.lazy_imports import Deferred
 from fuzz.attention import compile_case
 from fuzz.case import Attention as Case
-
-
-def test_deterministic_backward(compiler: Worker) -> None:
-    compiler.trace(compile_case, Case(T_q=512, T_k=512, causal=True, deterministic=True))
 
 
 def varlen_split_kv() -> None:
@@ -37,11 +32,6 @@ def varlen_split_kv() -> None:
 
 def test_varlen_split_kv_forward(compiler_sm100: Worker) -> None:
     compiler_sm100.trace(varlen_split_kv)
-
-
-@pytest.mark.gpu
-def test_deterministic_repeats_its_bits() -> None:
-    assert_bits_repeat(Case(T_q=1000, T_k=1000, causal=True, deterministic=True), 3)
 
 
 def test_kernels_are_compiled_without_addresses(compiler: Worker) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fa_compile import Worker, built_kernels, noted, only_hosts, operations_around
 from fa_cubin import cubins, frames, serialized
-from fa_reference import assert_bits_repeat
+from fa_reference import assert_bits_repeat, assert_case
 
 from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
 from flash_attn.cute.lists.write_order import merged_lists
@@ -148,12 +148,9 @@ def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
         prepare(lists, 90, True, seqlen_q=512, block_q=128, cu_seqlens_q=torch.tensor([0, 4, 9]).int())
 
 
-# Both directions, head dimensions 64, 96 and 128, with and without groups of heads. Planned ones: test_backward_plan.
-REPEATED = [CASES[1], CASES[2], CASES[4]]
-
-
+# Both directions, head dimensions 64, 96 and 128, with and without groups of heads. Planned ones: test_backward_plans.
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", REPEATED, ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[4]], ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
     assert_bits_repeat(case, 100, beside_other_work=True)
 
@@ -337,12 +334,4 @@ def test_some_heads_list_nothing() -> None:
 
 @pytest.mark.gpu
 def test_numbers() -> None:
-    from fa_reference import assert_case
-
     assert_case(SHORT)
-
-
-@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.sweep)])
-def test_compiles(compiler_sm100: Worker, D: int) -> None:
-    """With an order of writes for the blocks that are listed, and none for full ones."""
-    compiler_sm100.trace(compile_case, Case(D=D, lists="no full", deterministic=True))

@@ -3,7 +3,7 @@
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from itertools import product
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from fa_compile import Worker, built_kernels, noted, swept
 from fa_reference import assert_close
+from test_persistent_forward import WINDOW_CALL
 
 from fuzz.attention import forward, make_inputs
 from fuzz.case import Attention as Case
@@ -39,20 +40,11 @@ OWN_TILE = [
 ]
 
 
-def kernels_of(case: Case, **options: object) -> list[tuple[int, int]]:
+def kernels_of(case: Case) -> list[tuple[int, int]]:
     """Blocks of a step and keys of a tile, of every forward kernel that a call compiles."""
-    from flash_attn.cute import interface
-
-    attend = partial(interface._flash_attn_fwd, **options)
-    attend.compile_cache = interface._flash_attn_fwd.compile_cache
-    with pytest.MonkeyPatch.context() as patch, built_kernels("FlashAttentionForwardSm90") as kernels:
-        patch.setattr(interface, "_flash_attn_fwd", attend)
+    with built_kernels("FlashAttentionForwardSm90") as kernels:
         forward(case, make_inputs(case))
     return [(kernel.list_parts, kernel.tile_n) for kernel in kernels]
-
-
-def softcapped(case: Case) -> list[tuple[int, int]]:
-    return kernels_of(case, softcap=20.0)
 
 
 @pytest.mark.parametrize("case", [*CASES, *PACKED], ids=str)
@@ -67,17 +59,13 @@ def test_other_blocks_are_a_tile_each(compiler_sm90: Worker, case: Case) -> None
 
 
 def test_a_score_mod_takes_tiles_of_a_block(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(softcapped, CASES[0]) == [(0, 64)]
-
-
-def compressed(case: Case) -> list[tuple[int, int]]:
-    return kernels_of(case, compress_factor=2, compress_offset=1)
+    assert compiler_sm90.trace(kernels_of, replace(CASES[0], option="softcap")) == [(0, 64)]
 
 
 @pytest.mark.parametrize("case", [CASES[0], replace(CASES[0], block=(64, 64))], ids=str)
 def test_a_compressed_mask_takes_tiles_of_a_block(compiler_sm90: Worker, case: Case) -> None:
     """The mask of a step of two blocks does not know it."""
-    assert compiler_sm90.trace(compressed, case) == [(0, 64)]
+    assert compiler_sm90.trace(kernels_of, replace(case, causal=False, compress=(2, 1))) == [(0, 64)]
 
 
 @pytest.mark.gpu
@@ -177,40 +165,10 @@ def test_steps_inside_the_edges_need_no_mask(compiler_sm90: Worker, inside: tupl
     assert compiler_sm90.trace(masks, case) == expected
 
 
-CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
-# What a call has beside that, and the queries and keys of a tile; None: the kernel's own, at multiples of its width.
-CALLS: list[tuple[dict[str, Any], tuple[int, int] | None]] = [
-    ({}, (192, 80)),
-    ({"window": (100, 60)}, (192, 80)),
-    ({"window": (2048, 0), "Hkv": 8}, (192, 80)),
-    ({"D": 112}, (192, 80)),
-    ({"D": 64}, None),
-    ({"Dv": 112}, None),
-    ({"window": (4096, 0)}, None),
-    ({"window": (None, 100)}, None),
-    ({"Hq": 5, "Hkv": 1, "pack_gqa": True}, None),
-    ({"mask_mod": "thirds"}, None),
-    ({"option": "sink"}, None),
-    ({"packed": ((333, 333), (667, 667))}, None),
-    ({"option": "seqused"}, None),
-]
 TILES = [(4, 4, 1), (6, 4, 1), (8, 5, 4), (6, 8, 3), (8, 4, 3)]  # queries, keys, packed heads
 WINDOWS = [(0, 0), (3, 0), (4, 0), (9, 0), (2, 3), (40, 0)]
 LENGTHS = [(1, 1), (9, 9), (33, 33), (33, 20), (20, 33), (1, 33)]
 OFFSETS = [None, 0, 13]
-
-
-def tile_of(case: Case) -> tuple[int, int] | None:
-    with built_kernels("FlashAttentionForwardSm90") as kernels:
-        forward(case, make_inputs(case))
-    return (kernels[0].tile_m, kernels[0].tile_n) if kernels[0].ends_windows else None
-
-
-@pytest.mark.parametrize("asked,expected", CALLS, ids=str)
-def test_who_counts_from_the_end(
-    asked: dict[str, Any], expected: tuple[int, int] | None, compiler_sm90: Worker
-) -> None:
-    assert compiler_sm90.trace(tile_of, replace(CALL, **asked)) == expected
 
 
 def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> torch.Tensor:
@@ -278,7 +236,7 @@ def test_tiles_hold_what_the_queries_see(tile: tuple[int, int, int], compiler_sm
 @pytest.mark.gpu
 @pytest.mark.parametrize("asked", [{}, {"Hq": 16, "Hkv": 1}, {"window": (100, 60)}, {"pack_gqa": False}], ids=str)
 def test_numbers_and_no_bit_of_a_row_depends_on_what_follows(asked: dict[str, Any]) -> None:
-    case = replace(CALL, T_q=1200, T_k=1200, seed=1, **asked)
+    case = replace(WINDOW_CALL, T_q=1200, T_k=1200, seed=1, **asked)
     x = make_inputs(case)
     o, lse = forward(case, x)
     exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))

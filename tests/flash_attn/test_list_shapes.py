@@ -232,14 +232,6 @@ def test_dense_calls_keep_the_kernel_for_256(compiler_sm100: Worker) -> None:
     assert "FlashAttentionBackwardSm100" in listed and "BlackwellFusedMultiHeadAttentionBackward" not in listed
 
 
-def compile_forward(case: Case) -> None:
-    forward(case, make_inputs(case))
-
-
-def test_compiles(compiler: Worker) -> None:
-    compiler.trace(compile_forward, Case(mask_mod="thirds", lists="no full"))
-
-
 LONG = {"T_q": 1500, "T_k": 1500, "lists": "both"}
 PAIRED, SINGLE = (256, 256), (256, 128)
 CASES = [

@@ -18,11 +18,14 @@ from fuzz.case import Attention as Case
 from fuzz.oracle import reference
 
 
-def stages(case: Case) -> int:
-    """Stages of keys and values, beside two tiles of queries, of a forward kernel whose tiles overlap; else 0."""
+def overlap_of(case: Case) -> tuple[int, tuple[int, int] | None]:
+    """Of a forward kernel whose tiles overlap, stages of keys and values beside two tiles of queries, else 0; and the
+    tile, if windows end with one."""
     with built_kernels("FlashAttentionForwardSm90") as kernels:
         forward(case, make_inputs(case))
-    return kernels[0].num_stages if kernels[0].overlap_tiles else 0
+    (kernel,) = kernels
+    tile = (kernel.tile_m, kernel.tile_n) if kernel.ends_windows else None
+    return kernel.num_stages if kernel.overlap_tiles else 0, tile
 
 
 @contextmanager
@@ -72,7 +75,7 @@ CALLS: list[tuple[dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize("asked,expected", CALLS, ids=str)
 def test_who_overlaps(asked: dict[str, Any], expected: bool, compiler_sm90: Worker) -> None:
-    assert bool(compiler_sm90.trace(stages, replace(CALL, **asked))) == expected
+    assert bool(compiler_sm90.trace(overlap_of, replace(CALL, **asked))[0]) == expected
 
 
 @pytest.mark.gpu
@@ -142,7 +145,7 @@ CASES: list[tuple[Case, int]] = [
 
 @pytest.mark.parametrize("case,expected", CASES, ids=str)
 def test_lists_that_overlap(case: Case, expected: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(stages, case) == expected
+    assert compiler_sm90.trace(overlap_of, case)[0] == expected
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 33), (1, 2, 3, 32)])
@@ -225,43 +228,48 @@ def test_lists_with_nothing_in_them() -> None:
 
 
 WINDOW_CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
-# What a call has beside that, and how many stages of keys and values; 0: a CTA to a tile.
-WINDOW_CALLS: list[tuple[dict[str, Any], int]] = [
-    ({}, 3),
-    ({"pack_gqa": False}, 3),
-    ({"window": (100, 60)}, 3),
-    ({"window": (0, 0)}, 3),
-    ({"Hkv": 8}, 3),
-    ({"D": 64}, 3),
-    ({"D": 64, "window": (0, 700), "pack_gqa": True}, 3),
-    ({"D": 96}, 2),
-    ({"D": 112}, 3),
-    ({"dtype": "float16"}, 3),
-    ({"overlap": False}, 3),
-    ({"window": (2048, 0)}, 3),
+WIDE = (192, 80)
+# What a call has beside that; how many stages of keys and values, 0: a CTA to a tile; and the queries and keys of tiles
+# that are counted from a window's end, None: tiles of the kernel's own at multiples of its width.
+WINDOW_CALLS: list[tuple[dict[str, Any], int, tuple[int, int] | None]] = [
+    ({}, 3, WIDE),
+    ({"pack_gqa": False}, 3, WIDE),
+    ({"window": (100, 60)}, 3, WIDE),
+    ({"window": (0, 0)}, 3, WIDE),
+    ({"Hkv": 8}, 3, WIDE),
+    ({"D": 64}, 3, None),
+    ({"D": 64, "window": (0, 700), "pack_gqa": True}, 3, None),
+    ({"D": 96}, 2, None),
+    ({"D": 112}, 3, WIDE),
+    ({"dtype": "float16"}, 3, WIDE),
+    ({"overlap": False}, 3, WIDE),
+    ({"window": (2048, 0)}, 3, WIDE),
     # Long windows, no window or half of one, no registers, other values than keys, heads that do not divide a tile.
-    ({"window": (4096, 0)}, 0),
-    ({"window": (1500, 1500)}, 0),
-    ({"window": (None, None), "causal": True}, 0),
-    ({"window": (None, 100)}, 0),
-    ({"window": (100, None)}, 0),
-    ({"D": 192}, 0),
-    ({"D": 256}, 0),
-    ({"Dv": 64}, 0),
-    ({"Hq": 5, "Hkv": 1, "pack_gqa": True}, 0),
-    ({"mask_mod": "thirds"}, 0),
-    ({"option": "softcap"}, 0),
-    ({"option": "sink"}, 0),
-    ({"packed": ((333, 333), (667, 667))}, 0),
-    ({"option": "seqused_q"}, 0),
-    ({"option": "seqused"}, 0),
+    ({"window": (4096, 0)}, 0, None),
+    ({"window": (1500, 1500)}, 0, None),
+    ({"window": (None, None), "causal": True}, 0, None),
+    ({"window": (None, 100)}, 0, None),
+    ({"window": (100, None)}, 0, None),
+    ({"D": 192}, 0, None),
+    ({"D": 256}, 0, None),
+    ({"Dv": 112}, 0, None),
+    ({"Hq": 5, "Hkv": 1, "pack_gqa": True}, 0, None),
+    ({"mask_mod": "thirds"}, 0, None),
+    ({"option": "softcap"}, 0, None),
+    ({"option": "sink"}, 0, None),
+    ({"packed": ((333, 333), (667, 667))}, 0, None),
+    ({"option": "seqused_q"}, 0, None),
+    ({"option": "seqused"}, 0, None),
 ]
-OVERLAP = pytest.mark.parametrize("asked", [asked for asked, expected in WINDOW_CALLS if expected], ids=str)
+OVERLAP = pytest.mark.parametrize("asked", [asked for asked, expected, _ in WINDOW_CALLS if expected], ids=str)
 
 
-@pytest.mark.parametrize("asked,expected", WINDOW_CALLS, ids=str)
-def test_windows_that_overlap(asked: dict[str, Any], expected: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(stages, replace(WINDOW_CALL, **asked)) == expected
+@pytest.mark.parametrize("asked,stages,tile", WINDOW_CALLS, ids=str)
+def test_windows_that_overlap(
+    asked: dict[str, Any], stages: int, tile: tuple[int, int] | None, compiler_sm90: Worker
+) -> None:
+    found = compiler_sm90.trace(overlap_of, replace(WINDOW_CALL, **asked))
+    assert found == (stages, tile)
 
 
 def kernels_of(lefts: tuple[int, ...]) -> list[bool]:

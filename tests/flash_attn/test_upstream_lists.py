@@ -71,7 +71,7 @@ def test_starts_that_upstream_takes(compiler: Worker, number: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(BACKWARD)))
 def test_orders_that_upstream_takes(compiler_sm100: Worker, number: int) -> None:
-    """SM90, whose deterministic kernel upstream does not have, merges lists first: `test_deterministic_lists.py`."""
+    """SM90, whose deterministic kernel upstream does not have, merges lists first: `test_determinism.py`."""
     compiler_sm100.trace(call, ORDERED, number)
 
 

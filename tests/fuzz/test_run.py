@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,7 +157,7 @@ def test_changed_inputs_are_noticed() -> None:
 
 def test_growth() -> None:
     steady = soak.Sample(0, 100, 5, 8)
-    samples = [replace(steady, at=10.0 * i, host=100 + 0.5 * i, live=5 + 50 * (i == 4)) for i in range(20)]
+    samples = [steady._replace(at=10.0 * i, host=100 + 0.5 * i, live=5 + 50 * (i == 4)) for i in range(20)]
     assert soak.growth(samples, "host") == pytest.approx(3.0) and soak.growth(samples, "live") == 0
 
 
