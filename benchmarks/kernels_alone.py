@@ -65,8 +65,8 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     """The union of the lists, and each kernel or pair of calls by name, on the same tensors."""
     from nsa_layer.cute.branch_options import compressed_options, pooling_options
     from nsa_layer.cute.forward import attend
-    from nsa_layer.cute.token_unions import key_pairs, query_lists
-    from nsa_layer.cute.topk_dispatch import token_topk
+    from nsa_layer.cute.select_blocks import select_blocks
+    from nsa_layer.cute.selected import query_lists, token_block_csr
     from nsa_layer.kernels.pooling.mean_pool import pool
 
     static = dict(B=1, T=T, Hq=Hq, Hkv=Hkv, D=D, Dv=D, dtype=torch.bfloat16, config=CONFIG, gate="none", device="cuda")
@@ -77,13 +77,13 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     lse = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, None, None))[1]
 
     def choose() -> torch.Tensor:
-        return token_topk(q, k_cmp, lse, S=T, spec=spec, varlen=None, q_offset=None)
+        return select_blocks(q, k_cmp, lse, S=T, spec=spec, varlen=None)[0]
 
     lists = trained_lists(T, Hkv, device="cuda") if data == TRAINED else choose()
     calls = {
         "choice": choose,
         "unions": lambda: query_lists(lists, Hq // Hkv, T, T, spec=spec),
-        "pairs": lambda: key_pairs(lists, (Hq, Hkv), T, T, spec=spec),
+        "pairs": lambda: token_block_csr(lists, (Hq, Hkv), T, T, spec=spec),
     }
 
     def select(*qkv: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,7 @@ import torch
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, Saved, require_choice_by_token
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.eager import backward as eager_backward
-from nsa_layer.eager import forward as eager_forward
+from nsa_layer.eager import pages as plain
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
@@ -44,13 +43,13 @@ class _Attend(torch.autograd.Function):
         """given: of `CallTensors`."""
         tensors, ctx.static = CallTensors(*given), (backend, spec)
         if backend == "eager":
-            o, saved = eager_forward.forward(tensors, spec=spec)
+            o, saved = plain.forward(tensors, spec=spec)
         else:
-            from nsa_layer.cute import head_groups
+            from nsa_layer.cute import pages
 
             with torch.cuda.device_of(tensors.q):
-                given, backward = (*head_groups.placed(tensors, spec), spec, _plan(tensors)), any(ctx.needs_input_grad)
-                o, saved = head_groups.forward_groups(*given, backward=backward)
+                how = dict(spec=spec, plan=_plan(tensors), backward=any(ctx.needs_input_grad))
+                o, saved = pages.forward(tensors, **how)
         ctx.save_for_backward(*tensors, *saved)
         ctx.mark_non_differentiable(*(x for x in saved if x is not None))
         return o, *saved
@@ -63,10 +62,10 @@ class _Attend(torch.autograd.Function):
         def found(do, *given):
             tensors, saved = CallTensors(*given[:count]), Saved(*given[count:])
             if backend == "eager":
-                return eager_backward.backward(tensors, saved, do, spec=spec)
-            from nsa_layer.cute import head_groups
+                return plain.backward(tensors, saved, do, spec=spec)
+            from nsa_layer.cute import pages
 
             with torch.cuda.device_of(do):
-                return head_groups.gradients(do, *head_groups.placed(tensors, spec), spec, _plan(tensors), saved)
+                return pages.backward(tensors, saved, do, spec=spec, plan=_plan(tensors))
 
         return None, None, *first_derivatives(found, do, *ctx.saved_tensors), None, None, None, None

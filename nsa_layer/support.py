@@ -7,14 +7,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
 from nsa_layer.config import NSAConfig
 
 BACKENDS = {
-    "cute": "nsa_layer.cute.head_groups",
-    "eager": "nsa_layer.eager.forward",
+    "cute": "nsa_layer.cute.pages",
+    "eager": "nsa_layer.eager.pages",
     "reference": "nsa_layer.reference",
 }
 ARCHITECTURES = (90, 100)
@@ -50,6 +52,11 @@ PYTORCH = {
     "functional_call": True,
     "profiler, operators and parts by name": False,
 }
+
+
+def pages(backend: str) -> ModuleType:
+    """The module of a backend, with its two pages `forward` and `backward`; the reference has `attend`."""
+    return import_module(BACKENDS[backend])
 
 
 def hopper_kv_tile(block_size: int) -> int:

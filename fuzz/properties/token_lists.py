@@ -101,15 +101,14 @@ def assert_pairs(case: Case, listed: list[torch.Tensor], tokens: torch.Tensor, i
 
 def made_lists(case: Case, lists: torch.Tensor) -> tuple[Tensors, Tensors]:
     """The unions that forward and dq read, and the pairs that dk and dv read."""
-    from nsa_layer.cute.selected_branch import selected_options
-    from nsa_layer.cute.token_unions import key_pairs
+    from nsa_layer.cute.selected import selected_options, token_block_csr
     from nsa_layer.cute.varlen import Varlen
 
     T, heads = sum(case.lengths) if case.lengths else case.T, (case.Hq, case.Hkv)
     varlen = Varlen.of(case.spec, lists.device, case.Hq // case.Hkv)
     static = dict(S=T, spec=case.spec, varlen=varlen, q_offset=None)
     unions = selected_options(lists, T, heads, backward=False, **static)["block_sparse_tensors"]
-    pairs = key_pairs(lists, heads, T, **static)
+    pairs = token_block_csr(lists, heads, T, **static)
     of_queries = (unions.mask_block_cnt, unions.mask_block_idx, unions.mask_block_bits)
     return of_queries, (pairs.tokens, pairs.items, pairs.row_items)
 

@@ -178,7 +178,7 @@ def _called(tensors: Sequence[Tensor | None], static: Sequence[Any], *, read: bo
         whole = tensors.q.new_empty(tensors.q.shape[0] * cp.size, 0)
         lengths = check_lengths(tensors.cu_seqlens, whole, "cu_seqlens", "the ranks")
         tensors = tensors._replace(cu_seqlens=None)
-    spec = spec_of(dict(zip(NAMES, of_spec)), tensors, (lengths, None))
+    spec = spec_of(of_spec[: len(NAMES)], tensors, (lengths, None))
     return GatherLoop(GatherCall(cp, backend, spec, tuple(kept), backward), tensors)
 
 

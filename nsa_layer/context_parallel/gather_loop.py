@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nsa_layer import support
 from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, CallSpec, CallTensors, Saved, accumulation_dtype
 from nsa_layer.context_parallel.checks import WEIGHTS
 from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, head_steps, query_shards
@@ -221,14 +222,10 @@ class GatherLoop:
     def _attend(self, inputs: CallTensors, shard: QueryShard, o: Tensor) -> list[Tensor | None]:
         """Write the output of a shard's step to o; its fields."""
         inputs, spec, _ = self._shard_call(inputs, shard)
+        more = {}
         if self.call.backend == "cute":
-            from nsa_layer.cute import head_groups
-
-            output, saved = head_groups.forward_groups(*self._plan(inputs, spec), backward=self.call.backward, o=o)
-        else:
-            from nsa_layer.eager.forward import forward
-
-            output, saved = forward(inputs, spec=spec)
+            more = dict(plan=self._plan(inputs), backward=self.call.backward, o=o)
+        output, saved = support.pages(self.call.backend).forward(inputs, spec=spec, **more)
         if output is not o:
             o.copy_(output)
         return [output if self._saves_output else None, *saved]
@@ -240,21 +237,14 @@ class GatherLoop:
         (inputs, spec, rows), (o, *saved) = self._shard_call(inputs, shard), fields
         exact = saved_shapes(inputs, spec=spec, kept=self.call.kept, backend=self.call.backend, exact=True)
         saved = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, exact, strict=True)))
+        more = {}
         if self.call.backend == "cute":
-            from nsa_layer.cute import head_groups
-
-            grads = head_groups.gradients(do, *self._plan(inputs, spec), saved, o=o, dq=dq, window=rows)
-        else:
-            from nsa_layer.eager.backward import backward
-
-            grads = backward(inputs, saved, do, spec=spec)
+            more = dict(plan=self._plan(inputs), o=o, dq=dq, window=rows)
+        grads = support.pages(self.call.backend).backward(inputs, saved, do, spec=spec, **more)
         if grads[0] is not dq:
             dq.copy_(grads[0])
         return grads
 
-    def _plan(self, inputs: CallTensors, spec: CallSpec) -> tuple[Any, ...]:
-        """The call as the kernels take it, all heads of a step at once."""
-        from nsa_layer.cute.varlen import Varlen
-
-        varlen = Varlen.of(spec, inputs.q.device, inputs.q_heads_per_list)
-        return inputs, varlen, spec, MemoryPlan(((0, inputs.k.shape[-2]),), self.call.kept)
+    def _plan(self, inputs: CallTensors) -> MemoryPlan:
+        """All heads of a step at once."""
+        return MemoryPlan(((0, inputs.k.shape[-2]),), self.call.kept)

@@ -1,20 +1,30 @@
-"""Backward of the kernels' backend for a group of key/value heads with their query heads, top to bottom."""
+"""Backward of the kernels' backend, top to bottom, for one group of key/value heads after the other."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import nullcontext
 
 import torch
 
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from nsa_layer.call_spec import CallSpec, CallTensors, Saved
+from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, CallSpec, CallTensors, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.forward import attend, attend_selected, first_positions
-from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
-from nsa_layer.cute.selected_branch import dq_options, selected_options, use_split_dq
-from nsa_layer.cute.token_unions import key_pairs, query_lists
+from nsa_layer.cute.forward import attend, attend_selected
+from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
+from nsa_layer.cute.head_groups import (
+    first_positions,
+    head_group,
+    joined,
+    narrow,
+    placed,
+    query_heads,
+    saved_of_group,
+    signature_of,
+)
+from nsa_layer.cute.memory_plan import MemoryPlan
+from nsa_layer.cute.selected import dq_options, query_lists, selected_options, token_block_csr, use_split_dq
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.launch import readable
@@ -22,23 +32,59 @@ from nsa_layer.kernels.pooling.mean_pool import unpool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project_backward
 from nsa_layer.support import reads_unions
+from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
 START = 64  # rows that row sums of packed sequences start at multiples of
 
 
-class WeightGradients(NamedTuple):
-    """Gradients of the inputs that have no token each; None where there is no such input."""
-
-    gate_weight: Tensor | None
-    gates: Tensor | None
-    w_k: Tensor | None
-    w_v: Tensor | None
-    k_cmp: Tensor | None
-    v_cmp: Tensor | None
-
-
 def backward(
+    tensors: CallTensors,
+    saved: Saved,
+    do: Tensor,
+    *,
+    spec: CallSpec,
+    plan: MemoryPlan,
+    o: Tensor | None = None,
+    dq: Tensor | None = None,
+    window: slice | None = None,
+    together: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the differentiable tensors, from what `forward.forward` gave.
+
+    Args:
+        o: of forward, where the selected branch is alone.
+        dq: is written where it is given.
+        window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
+            as None.
+        together: as in forward.
+    """
+    (tensors, varlen), spec, do = placed(tensors, spec), spec.in_force(), readable(do)
+    signature = signature_of(tensors, varlen, spec, plan, backward=True)
+    with compile_missing(signature) if together else nullcontext():
+        if spec.branches == SELECTED_ALONE:
+            grads = backward_selected(tensors, varlen, spec, do, o, saved.lse_slc)
+            return *grads, *[None] * (len(DIFFERENTIABLE) - 3)
+        of_keys = (*tensors[1:3], tensors.k_win, tensors.v_win)[: 4 if window is None else 2]
+        dense = dict(memory_format=torch.contiguous_format)
+        of_keys = [None if x is None else torch.empty_like(x, **dense) for x in of_keys]
+        if window is not None:
+            of_keys += [x[..., window, :, :] for x in of_keys]
+        dq = torch.empty_like(tensors.q, **dense) if dq is None else dq
+        rest = []
+        for group in plan.groups:
+            part, query = head_group(tensors, *group), query_heads(*tensors[:2], *group)
+            of_group = saved_of_group(saved, spec, group, tensors.k)
+            if part.block_indices is not None:
+                of_group = of_group._replace(block_indices=part.block_indices)
+            into = narrow(dq, -2, query), *(narrow(x, -2, group) for x in of_keys)
+            more = dict(window_adds=window is not None, spec=spec)
+            rest.append(backward_group(part, varlen, of_group, narrow(do, -2, query), *into, **more))
+    rest = (joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2)))
+    return dq, *of_keys[:2], *rest, *(of_keys[2:] if window is None else (None, None))
+
+
+def backward_group(
     tensors: CallTensors,
     varlen: Varlen | None,
     saved: Saved,
@@ -46,13 +92,14 @@ def backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    dk_win: Tensor | None = None,
-    dv_win: Tensor | None = None,
+    dk_win: Tensor | None,
+    dv_win: Tensor | None,
     *,
-    window_adds: bool = False,
+    window_adds: bool,
     spec: CallSpec,
-) -> WeightGradients:
-    """Write the gradients of the group's tokens to dq, dk, dv, dk_win and dv_win, and return those of the rest.
+) -> tuple[Tensor | None, ...]:
+    """Write the gradients of the group's tokens to dq, dk, dv, dk_win and dv_win, and return those of gate_weight,
+    gates, both compression weights, k_cmp and v_cmp.
 
     Args:
         dk_win, dv_win: None where the window reads k, and v.
@@ -70,12 +117,12 @@ def backward(
     # faster.
     split_dq, window = unions or use_split_dq(q, v, spec), spec.config.window_size > 0
     by_key, by_query = _selected_lists(tensors, varlen, saved, spec, split_dq)
-    calls = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered)) if k_cmp.shape[-3] else {}
+    calls = dict(cmp=dict(k=k_cmp, v=v_cmp, **of_cmp, **ordered)) if k_cmp.shape[-3] else {}
     if window or (unions and not calls):  # the rows of a call that adds nothing, where there is no other
-        calls["swa"] = BranchCall(*tensors.of_window, of_swa | ordered)
+        calls["swa"] = dict(zip("kv", tensors.of_window), **of_swa, **ordered)
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
-        calls["slc"] = BranchCall(k, v, by_key | ordered)
+        calls["slc"] = dict(k=k, v=v, **by_key, **ordered)
     sequences = None if varlen is None else len(varlen.cu_seqlens)  # which the spec of bounds does not say
     layouts = backward_layouts(q, tuple(calls.values()), key=(spec, sequences, tensors.q_offset is None))
 
@@ -98,9 +145,8 @@ def backward(
 
     def launch(name: str, do: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
         """Add to the accumulators; returns dk and dv where the call stores them instead."""
-        call = calls[name]
-        shared = sums.share(*rows, with_dq=not call.options.get("without_dq"))
-        return _flash_attn_bwd(q, call.k, call.v, None, do, None, **fixed, shared=shared, **call.options)[1:]
+        shared = sums.share(*rows, with_dq=not calls[name].get("without_dq"))
+        return _flash_attn_bwd(q, out=None, dout=do, lse=None, **calls[name], **fixed, shared=shared)[1:]
 
     dk_cmp = dv_cmp = None
     with component("cmp"):
@@ -141,7 +187,7 @@ def backward(
         with component("convert"):
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
     own = (d if x is not None else None for x, d in ((tensors.k_cmp, dk_cmp), (tensors.v_cmp, dv_cmp)))
-    return WeightGradients(gate.d_weight, gate.d_gates, dw_k, dw_v, *own)
+    return gate.d_weight, gate.d_gates, dw_k, dw_v, *own
 
 
 def _selected_lists(
@@ -229,7 +275,7 @@ def _add_selected(
     (q, k, v), q_offset = tensors[:3], tensors.q_offset
     where = dict(spec=spec, varlen=varlen, q_offset=q_offset if spec.causal else None)
     with component("pairs"):
-        pairs = key_pairs(saved.block_indices, (q.shape[-2], k.shape[-2]), q.shape[-3], k.shape[-3], **where)
+        pairs = token_block_csr(saved.block_indices, (q.shape[-2], k.shape[-2]), q.shape[-3], k.shape[-3], **where)
     with component("slc_dkdv"):
         add = dk.filled or dv.filled
         for grad in (dk, dv):
@@ -261,7 +307,7 @@ def backward_selected(
         backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed)
     del lists
     with component("pairs"):
-        pairs = key_pairs(block_indices, (Hq, Hkv), T, S, **where)
+        pairs = token_block_csr(block_indices, (Hq, Hkv), T, S, **where)
     with component("slc_dkdv"):
         backward_dkdv(q, k, v, do, dpsum, lse_log2, pairs, dk=dk, dv=dv, **fixed)
     return dq, dk, dv

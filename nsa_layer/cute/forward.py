@@ -1,4 +1,8 @@
-"""Forward of the kernels' backend for a group of key/value heads with their query heads, top to bottom."""
+"""Forward of the kernels' backend, top to bottom, for one group of key/value heads after the other.
+
+Saved for backward: each branch's o (unless the memory plan recomputes it) and lse, the gates, the compressed keys and
+values, and the selected blocks. Block lists are built again in backward; nothing is selected again.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,28 @@ import torch
 from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
-from nsa_layer.call_spec import CallSpec, CallTensors, Saved
+from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.host_numbers import numbers_on
-from nsa_layer.cute.selected_branch import dq_options, selected_options
+from nsa_layer.cute.head_groups import (
+    JoinedHeads,
+    first_positions,
+    head_group,
+    narrow,
+    placed,
+    query_heads,
+    signature_of,
+)
+from nsa_layer.cute.memory_plan import MemoryPlan
+from nsa_layer.cute.select_blocks import select_blocks
+from nsa_layer.cute.selected import dq_options, selected_options
 from nsa_layer.cute.side_stream import SideStream
-from nsa_layer.cute.topk_dispatch import block_topk, token_topk
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.gating.forward import gated_sum
 from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
 from nsa_layer.support import device_arch, reads_unions
+from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
 
@@ -44,78 +58,85 @@ class Pages(NamedTuple):
 
 def forward(
     tensors: CallTensors,
-    varlen: Varlen | None,
-    o: Tensor,
     *,
     spec: CallSpec,
-    kept: tuple[bool, bool, bool],
+    plan: MemoryPlan,
+    backward: bool = True,
+    o: Tensor | None = None,
     pages: Pages | None = None,
     side_stream: SideStream | None = None,
-) -> Saved:
-    """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
+    together: bool = True,
+) -> tuple[Tensor, Saved]:
+    """o [..., Hq, Dv], and what backward needs of all heads; lists of the caller's are left out.
 
     Args:
-        varlen: of packed sequences, whose ``cu_seqlens`` are not read.
-        kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
+        backward: there will be one.
+        o: is written where it is given.
         side_stream: takes the window's attention; joined before its output is read. None: all on the current one.
+        together: kernels that are missing are compiled side by side, before the first is launched.
     """
-    (q, k, v), block_indices = tensors[:3], tensors.block_indices
-    where = dict(spec=spec, varlen=varlen, q_offset=tensors.q_offset)
-    S, table = (k.shape[-3], None) if pages is None else (pages.capacity, pages.table)
-    # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
-    o_swa = lse_swa = None
-    if spec.config.window_size:
-        in_window = where if pages is None else where | pages.window
-        into = None if side_stream is None else new_outputs(q, v)
-        with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
-            o_swa, lse_swa = attend(q, *tensors.of_window, spec, window_options(**in_window), into)
-    scored = block_indices is None and not spec.config.by_token
-    with component("compress"):
-        k_scored, k_cmp, v_cmp, *means = _compressed(tensors, varlen, spec, scored=scored)
-    with component("cmp"):
-        o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(**where))
-    with component("choose"):
-        counts = None
-        if block_indices is not None:
-            indices = block_indices
-        elif spec.config.by_token:
-            indices = token_topk(q, k_cmp, lse_cmp, S=S, **where)
-        else:
-            indices, counts = block_topk(q, k_scored, spec=spec, varlen=varlen)
-            if reads_unions(spec.config, listed=spec.listed):
-                indices, counts = indices.transpose(-3, -2), None
-    del k_scored
-    with component("lists"):
-        lists = dict(block_counts=counts, S=S, **where)
-        of_slc = selected_options(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
-    with component("slc"):
-        o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, table)
-    if side_stream is not None:
-        side_stream.join()
-    with component("gate"):
-        gating = dict(gate_weight=tensors.gate_weight, gates=tensors.gates)
-        g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]
-    outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), kept))
-    made = (x if given is None else None for x, given in ((k_cmp, tensors.k_cmp), (v_cmp, tensors.v_cmp)))
-    return Saved(indices, counts, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+    tensors, varlen = placed(tensors, spec)
+    signature = signature_of(tensors, varlen, spec, plan, backward=backward)
+    with compile_missing(signature) if together else nullcontext():
+        if spec.branches == SELECTED_ALONE:
+            o, lse = forward_selected(tensors, varlen, spec)
+            return o, Saved(lse_slc=lse)
+        o = new_outputs(*tensors[:3:2])[0] if o is None else o
+        whole = JoinedHeads(spec, tensors.k.shape[-2])
+        for group in plan.groups:
+            part = head_group(tensors, *group)
+            (q, k, v), block_indices = part[:3], part.block_indices
+            where = dict(spec=spec, varlen=varlen, q_offset=part.q_offset)
+            S, table = (k.shape[-3], None) if pages is None else (pages.capacity, pages.table)
+            # The window needs nothing but q, k and v: the GPU has work at once, while the host launches short kernels.
+            o_swa = lse_swa = None
+            if spec.config.window_size:
+                in_window = where if pages is None else where | pages.window
+                into = None if side_stream is None else new_outputs(q, v)
+                with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
+                    o_swa, lse_swa = attend(q, *part.of_window, spec, window_options(**in_window), into)
+            with component("compress"):
+                k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen, spec)
+            with component("cmp"):
+                o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(**where))
+            with component("choose"):
+                indices, counts = block_indices, None
+                if block_indices is None:
+                    scored = k_cmp if spec.config.by_token else k_scored
+                    indices, counts = select_blocks(q, scored, lse_cmp, S=S, **where)
+                    del scored
+            del k_scored
+            with component("lists"):
+                lists = dict(block_counts=counts, S=S, **where)
+                of_slc = selected_options(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
+            with component("slc"):
+                o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, table)
+            if side_stream is not None:
+                side_stream.join()
+            with component("gate"):
+                into = narrow(o, -2, query_heads(*tensors[:2], *group))
+                g = gated_sum(q, o_cmp, o_slc, o_swa, gate_weight=part.gate_weight, gates=part.gates, out=into)[1]
+            selection = (indices, counts) if block_indices is None else (None, None)
+            made = (x if given is None else None for x, given in ((k_cmp, part.k_cmp), (v_cmp, part.v_cmp)))
+            outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), plan.kept))
+            whole.add(Saved(*selection, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g), group)
+    return o, whole.saved
 
 
 def _compressed(
-    tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, *, scored: bool
+    tensors: CallTensors, varlen: Varlen | None, spec: CallSpec
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compressed keys and values: the caller's, or made of k and v, pooled together.
 
-    Args:
-        scored: the choice of blocks reads keys in fp32.
-
     Returns:
-        Keys in fp32 if `scored`, else anything; keys and values as attention reads them; and, where these are
-        projected, means of k and of v in fp32.
+        Keys in fp32 where the choice of blocks by tile reads them, else anything; keys and values as attention reads
+        them; and, where these are projected, means of k and of v in fp32.
     """
     k_cmp, v_cmp, dtype = tensors.k_cmp, tensors.v_cmp, tensors.k.dtype
     w_k, w_v = tensors.compress_k_weight, tensors.compress_v_weight
     k, v = tensors.k if k_cmp is None else None, tensors.v if v_cmp is None else None
     exact, k_mean, v_mean = torch.float32, None, None
+    scored = tensors.block_indices is None and not spec.config.by_token
     if k is not None or v is not None:
         k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
         options = pooling_options(spec, varlen)
@@ -140,19 +161,6 @@ def forward_selected(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec
         options = selected_options(lists, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **where)
     with component("slc"):
         return attend_selected(q, k, v, spec, options)
-
-
-def first_positions(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec) -> Tensor | None:
-    """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
-    (q, k), q_offset = tensors[:2], tensors.q_offset
-    if not spec.causal:
-        return None
-    if q_offset is not None:
-        return q_offset.contiguous()
-    if varlen is not None and varlen.bounded:
-        return None if tensors.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
-    of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
-    return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
 
 
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +196,7 @@ def attend_selected(
 
     Args:
         options: `selected_options`.
-        page_table: int32 [B, n], of keys on pages, where `selected_branch.reads_pages`.
+        page_table: int32 [B, n], of keys on pages, where `selected.reads_pages`.
     """
     if reads_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(options))

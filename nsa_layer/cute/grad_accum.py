@@ -28,14 +28,6 @@ KNOWN = 1024  # layouts are kept for so many shapes
 _known: dict[Hashable, Layouts] = {}
 
 
-class BranchCall(NamedTuple):
-    """One branch's attention in backward; `options` are those of `_flash_attn_bwd` without softmax_scale."""
-
-    k: Tensor
-    v: Tensor
-    options: dict
-
-
 class Layouts(NamedTuple):
     """The calls' accumulators, and the multiple of rows that their row sums need, `tile_m` of `gated_sum_backward`."""
 
@@ -43,19 +35,20 @@ class Layouts(NamedTuple):
     tile_m: int
 
 
-def backward_layouts(q: Tensor, calls: tuple[BranchCall, ...], *, key: Hashable) -> Layouts:
+def backward_layouts(q: Tensor, calls: Sequence[dict], *, key: Hashable) -> Layouts:
     """The layouts of these calls over the same queries, cached by `key` and shapes.
 
     Args:
-        calls: the compressed branch (left out where it has no keys), then the window and the selected one.
+        calls: of the compressed branch (left out where it has no keys), then the window and the selected one: k, v and
+            the options of `_flash_attn_bwd` without softmax_scale.
         key: everything that the options depend on but for the contents of tensors.
     """
-    key = (key, q.shape, q.dtype, q.device, *(call.k.shape for call in calls), calls[0].v.shape[-1])
+    key = (key, q.shape, q.dtype, q.device, *(call["k"].shape for call in calls), calls[0]["v"].shape[-1])
     known = _known.get(key)
     if known is None:
         if len(_known) == KNOWN:
             _known.clear()
-        layouts = aligned(*(backward_layout(q, call.k, call.v, **call.options) for call in calls))
+        layouts = aligned(*(backward_layout(q, **call) for call in calls))
         known = _known[key] = Layouts(layouts, layouts[0].dq.start)
     return known
 

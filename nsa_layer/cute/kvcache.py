@@ -24,12 +24,11 @@ import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_slots
-from nsa_layer.call_spec import CallSpec, CallTensors, Signature
-from nsa_layer.cute import head_groups
-from nsa_layer.cute.forward import Pages
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved, Signature
+from nsa_layer.cute.forward import Pages, forward
 from nsa_layer.cute.host_numbers import numbers_on, starts_on
-from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.selected_branch import reads_pages
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.cute.selected import reads_pages
 from nsa_layer.cute.side_stream import SideStream, side_stream_for
 from nsa_layer.cute.varlen import Varlen, starts_of
 from nsa_layer.kernels.cache_rows.complete import complete_blocks
@@ -251,9 +250,10 @@ class _Chunk:
                 gates=None if gates is None else gates[rows],
                 block_indices=None if lists is None else lists[tiles],
                 q_offset=self.slots[CacheSlots.FIRST, part],
+                cu_seqlens=call.cu_seqlens_q,
             )
             pages = None if self.how != "pages" else Pages(self.tables[0][part], call.capacity, window)
-            o, saved = head_groups.infer(tensors, varlen, spec, self.memory, pages, side_stream)
+            o, saved = infer(tensors, spec, self.memory, pages, side_stream)
         lse_swa = torch.full_like(saved.lse_cmp, -torch.inf) if saved.lse_swa is None else saved.lse_swa
         return o, saved.lse_cmp, saved.lse_slc, lse_swa
 
@@ -363,3 +363,15 @@ def _each(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
 def _empty(like: Pair, lead: tuple[int, ...]) -> Pair:
     """Dense tensors for rows of caches."""
     return _each(lambda x: x.new_empty(*lead, *x.shape[2:]), like)
+
+
+def infer(
+    tensors: CallTensors, spec: CallSpec, memory: MemoryPolicy, pages: Pages | None, side_stream: SideStream | None
+) -> tuple[Tensor, Saved]:
+    """Forward without a backward; kernels that are missing have been asked for by the caller."""
+    sizes = Sizes.of(tensors, spec=spec, needs_grad=False)
+    if pages is not None:
+        sizes = sizes._replace(longest=pages.capacity)
+    plan = plan_memory(sizes, memory, tensors.q.device)
+    more = dict(pages=pages, side_stream=side_stream, together=False)
+    return forward(tensors, spec=spec, plan=plan, backward=False, **more)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.union_lists.sizes import CHUNKS, KEYS, ROWS, most_partials, union_room, words_of_entry
 from nsa_layer.support import reads_unions
 
@@ -67,12 +68,11 @@ class Sizes(NamedTuple):
         tokens, keys: of all sequences; keys is None for as many as tokens.
         itemsize: bytes of an element of q.
         gate: "weight", "given" (the gates themselves) or "none".
-        block_size, longest: of lists by token; longest is the keys of one sequence, None: all.
+        longest: keys of one sequence; None: all.
         own_window: the window has keys or values of its own.
         listed: lists are the caller's.
         unions: tiles read unions of lists, see `support.reads_unions`.
         rows: query heads that share a list; None: those of a group.
-        branches: 2 without a window.
     """
 
     tokens: int
@@ -81,20 +81,16 @@ class Sizes(NamedTuple):
     D: int
     Dv: int
     itemsize: int
-    compress_stride: int
-    q_tile: int
+    config: NSAConfig
     list_width: int
     gate: str = "weight"
     needs_grad: bool = True
-    deterministic: bool = False
-    block_size: int = KEYS
     longest: int | None = None
     own_window: bool = False
     keys: int | None = None
     listed: bool = False
     unions: bool = True
     rows: int | None = None
-    branches: int = 3
 
     @classmethod
     def of(cls, tensors: CallTensors, *, spec: CallSpec, needs_grad: bool) -> Sizes:
@@ -103,11 +99,10 @@ class Sizes(NamedTuple):
         longest = max(spec.key_lengths) if spec.key_lengths else spec.bound or v.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         width = config.list_width(longest) if lists is None else lists.shape[-1]
-        static = (q.element_size(), config.stride, config.q_tile, width)
+        more = (tensors.gate, needs_grad, longest, tensors.has_own_window, v.shape[:-2].numel(), lists is not None)
         rows = None if lists is None else tensors.q_heads_per_list
-        more = (config.deterministic, config.block_size, longest, tensors.has_own_window, v.shape[:-2].numel())
-        lists = (lists is not None, reads_unions(spec.config, listed=spec.listed), rows)
-        return cls(tokens, *heads, *static, tensors.gate, needs_grad, *more, *lists, config.num_branches)
+        unions = reads_unions(config, listed=spec.listed)
+        return cls(tokens, *heads, q.element_size(), config, width, *more, unions, rows)
 
 
 @dataclass(frozen=True)
@@ -131,22 +126,22 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         "saved": what backward needs of forward, all groups; "forward", "backward": what a group takes while it is
         computed, beside what is saved; "outputs", "gradients": o; do, dq, dk and dv.
     """
-    tokens, e, G = sizes.tokens, sizes.itemsize, sizes.Hq // sizes.Hkv
+    tokens, e, G, config = sizes.tokens, sizes.itemsize, sizes.Hq // sizes.Hkv, sizes.config
     query_heads, rows, keys = heads * G, tokens * sizes.Hq, sizes.keys or tokens
-    blocks = keys // sizes.compress_stride
-    tiles = -(-tokens // sizes.q_tile)
+    blocks = keys // config.stride
+    tiles = -(-tokens // config.q_tile)
     branch = tokens * query_heads * sizes.Dv * e
-    row_numbers, kept = tokens * query_heads * 4 * sizes.branches, kept[: sizes.branches]
+    row_numbers, kept = tokens * query_heads * 4 * config.num_branches, kept[: config.num_branches]
     compressed = blocks * heads * ((sizes.D + sizes.Dv) * e + sizes.D * 4)
     # A tile's pooled query in fp32 and split into two fp16, which the choice of blocks multiplies.
     choice = tiles * (query_heads * sizes.D * 8 + heads * sizes.list_width * 8)
-    saved_rows = sizes.branches + 3 * (sizes.gate != "none")
+    saved_rows = config.num_branches + 3 * (sizes.gate != "none")
     saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
     dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * keys * heads * (sizes.D + sizes.Dv)
     saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
     accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
     lists = 64 * tiles * query_heads * sizes.list_width
-    if sizes.q_tile == 1:  # neither pooled queries nor counts
+    if config.q_tile == 1:  # neither pooled queries nor counts
         choice = 0 if sizes.needs_grad else tokens * heads * sizes.list_width * 4
     if sizes.listed:
         choice = 0
@@ -156,7 +151,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         forward_lists, pairs = _token_lists(sizes, heads)
         lists, accumulators = forward_lists, dk_dv_accum + max(dq_accum, pairs)
     # Outputs that were computed again are gone when accumulators are made; gates that are given make gradients of them.
-    made = max(kept.count(False) * branch, accumulators) + sizes.branches * branch * (sizes.gate == "given")
+    made = max(kept.count(False) * branch, accumulators) + config.num_branches * branch * (sizes.gate == "given")
     saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + saved_lists
     with_gradients = rows + keys * (1 + sizes.own_window) * sizes.Hkv
     return {
@@ -170,16 +165,16 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
 
 def _token_lists(sizes: Sizes, heads: int) -> tuple[int, int]:
     """Bytes of lists by token: the unions' with their bits; those of pairs, with what makes them or is made of them."""
-    tokens, G, n = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width
+    tokens, G, n, config = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width, sizes.config
     keys = sizes.keys or sizes.tokens
     rows = sizes.rows or G
     list_heads = heads * G // rows
-    room = union_room(rows, n, sizes.block_size, sizes.longest or keys, sizes.q_tile)
-    unions = -(-tokens * rows // ROWS) * list_heads * (1 + room * (1 + words_of_entry(rows, sizes.block_size))) * 4
-    pairs, blocks = tokens * list_heads * n, -(-keys // sizes.block_size) * heads
+    room = union_room(rows, n, config.block_size, sizes.longest or keys, config.q_tile)
+    unions = -(-tokens * rows // ROWS) * list_heads * (1 + room * (1 + words_of_entry(rows, config.block_size))) * 4
+    pairs, blocks = tokens * list_heads * n, -(-keys // config.block_size) * heads
     cap = max(1, rows_of_item(pairs * rows) // rows)
     items = (pairs // cap + blocks) * 16 + blocks * 4
-    partials = most_partials(pairs, cap) * max(KEYS, sizes.block_size) * (sizes.D + sizes.Dv) * 4
+    partials = most_partials(pairs, cap) * max(KEYS, config.block_size) * (sizes.D + sizes.Dv) * 4
     return unions, pairs * 4 + items + max(CHUNKS * blocks * 4, partials)
 
 
@@ -248,7 +243,7 @@ def split_heads(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
 def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
     """Free bytes less o and the gradients; None for a small call."""
     total = _total_memory(device.index)
-    if sizes.deterministic:
+    if sizes.config.deterministic:
         return _budget_when_empty(sizes, total)
     parts = _whole(sizes)
     if sum(parts.values()) < SMALL * total:

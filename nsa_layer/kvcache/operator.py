@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from nsa_layer import autocast
+from nsa_layer import autocast, derivatives
 from nsa_layer.cached_call import CACHES, TENSORS, CachedCall, spec_of
 from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
 from nsa_layer.operators import CONFIG, static_arguments
-from nsa_layer.operators.registration import LIBRARY, OPS, needs_dispatcher, refuse_derivatives, register
+from nsa_layer.operators.registration import LIBRARY, OPS, define, differentiate, needs_dispatcher, refuse_derivatives
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
@@ -50,7 +50,7 @@ def refuse_gradients(call: CachedCall, o: Tensor, lses: Lses) -> tuple[Tensor, L
     needing = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
     if needing:  # gradients would pass one number on their way to all of them, so that graphs keep what raises
         passed = sum(x[:0].sum() for x in needing)
-        o, *lses = _copy_without_gradient(passed, passed, o, *lses, NO_GRADIENT)
+        o, *lses = _copy_without_gradient(passed, o, *lses)
     return o, tuple(lses)
 
 
@@ -103,15 +103,33 @@ torch.library.register_fake("nsa_layer::with_kvcache", _fake, lib=LIBRARY)
 refuse_derivatives(OPS.with_kvcache.default, _compute)
 
 
-def _copy(passed: Tensor, again: Tensor, *outputs: Tensor, error: str) -> tuple[Tensor, ...]:
+class _WithoutGradient(derivatives.ReverseMode):
+    """Copies, whose backward is an operator that raises: a graph keeps it, and raises when it runs."""
+
+    @staticmethod
+    def forward(run: Callable[..., tuple], *args: Any) -> tuple[Tensor, ...]:
+        return run(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, OPS.raise_no_gradient(do).new_empty(()), *(None,) * 4
+
+
+def _copy(passed: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.clone() for x in outputs)
 
 
-def _raise(*_: Any, error: str, needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    raise RuntimeError(error)
+def _raise(do: Tensor) -> Tensor:
+    raise RuntimeError(NO_GRADIENT)
 
 
-_how = dict(compute=_copy, fake=_copy, outputs=4, gradients=_raise, saved="Tensor saved", differentiable=2)
-_schema_of_copy = "Tensor passed, Tensor again, Tensor o, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, *, str error"
-_how |= dict(schema=_schema_of_copy, keep=lambda args, _: (*args[:2], args[0]), differentiated=4)
-_copy_without_gradient = register("copy_without_gradient", **_how)
+_schema_of_copy = "Tensor passed, Tensor o, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa"
+_copy_without_gradient, _copied = define("copy_without_gradient", _schema_of_copy, 4, _copy, _copy)
+LIBRARY.define("raise_no_gradient(Tensor do) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("raise_no_gradient", _raise, "CompositeExplicitAutograd")
+torch.library.register_fake("nsa_layer::raise_no_gradient", torch.empty_like, lib=LIBRARY)
+differentiate(_copy_without_gradient, _copied, _WithoutGradient)

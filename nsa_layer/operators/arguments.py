@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,9 +36,9 @@ def static_arguments(spec: CallSpec) -> dict[str, Any]:
     return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-3]} | more
 
 
-def spec_of(static: dict[str, Any], tensors: CallTensors, lengths: Lengths = (None, None)) -> CallSpec:
-    """The static side of a call; lengths are of queries and of keys."""
-    return _call_spec(tuple(map(static.__getitem__, NAMES)), lengths, tensors.block_indices is not None)
+def spec_of(static: Iterable[Any], tensors: CallTensors, lengths: Lengths = (None, None)) -> CallSpec:
+    """The static side of a call from values of `static_arguments`; lengths are of queries and of keys."""
+    return _call_spec(tuple(static), lengths, tensors.block_indices is not None)
 
 
 @lru_cache(maxsize=256)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.nn.functional import pad
 
+from nsa_layer import derivatives, support
 from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, Aux, CallSpec, CallTensors, Saved
 from nsa_layer.checks import check_lengths, check_positions, starts_of_lengths
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
+from nsa_layer.operators import registration
 from nsa_layer.operators.arguments import (
     CONFIG,
     NAMES,
@@ -29,11 +32,12 @@ from nsa_layer.operators.arguments import (
     stay_on_gpu,
     without_room,
 )
-from nsa_layer.operators.registration import is_recorded, register
+from nsa_layer.operators.registration import define, differentiate, is_recorded, needs_dispatcher
 from nsa_layer.saved import first_of, saved_shapes, with_room
 from nsa_layer.support import reads_unions
 
 NOTHING = (False, False, False)
+COUNT, FIELDS = len(DIFFERENTIABLE), len(Saved._fields)
 
 
 def attend(
@@ -48,6 +52,7 @@ def attend(
     """o and `Aux`, or of `selected_attention` the log-sum-exp; arguments as they have been checked.
 
     In graphs and modes the policy says what is saved, and groups of heads follow, when they run, from what is free.
+    Where the dispatcher would do nothing, which takes time, the operator is called as a function.
     """
     (q, k), config, alone = tensors[:2], spec.config, spec.branches == SELECTED_ALONE
     if spec.lengths is not None:  # no second look at what may be on a GPU
@@ -60,22 +65,61 @@ def attend(
     if planned and not is_recorded(q):
         plan = plan_memory(Sizes.of(tensors, spec=spec, needs_grad=needs_grad), memory, q.device)
         heads, kept = plan.groups[0][1], plan.kept
-    plan = (backend, heads, memory.budget, kept, spec.bound, needs_grad)
-    o, *made = _call_attend(*tensors, *static_arguments(spec).values(), *plan)
-    saved = Saved(*made[:-2])
+    static = (*static_arguments(spec).values(), backend, heads, memory.budget, kept, spec.bound, needs_grad)
+    if needs_dispatcher(tensors):
+        o, *saved = OP(*tensors, *static)
+    elif registration.needs_grad(tensors):
+        o, *saved = APPLY(_without_capacity, *unwrap_dead_wrappers(tensors), *static)
+    else:
+        with torch.no_grad():
+            o, *saved = _without_capacity(*tensors, *static)
     if alone or not return_aux:
-        return o, saved.lse_slc if alone else None
-    lists = saved.block_indices
+        return o, Saved(*saved[:-2]).lse_slc if alone else None
+    return o, _aux(Saved(*saved[:-2]), tensors, spec, backend)
+
+
+def _aux(saved: Saved, tensors: CallTensors, spec: CallSpec, backend: str) -> Aux:
+    """`Aux` of what the operator returned, lists without the room that a graph has."""
+    lists, config = saved.block_indices, spec.config
     if tensors.block_indices is None:
         if backend == "cute" and not reads_unions(config, listed=spec.listed):
             lists = lists.transpose(-3, -2)
-        if not torch.compiler.is_compiling():  # without the room that a graph has
+        if not torch.compiler.is_compiling():
             rows = sum(map(config.num_tiles, spec.lengths)) if spec.lengths else lists.shape[-3]
-            width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or q.shape[-3])
+            width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or tensors.q.shape[-3])
             lists = lists.narrow(-3, 0, rows)[..., :width]
     absent = {} if tensors.gate != "none" else dict(g=None)
     absent |= {} if config.window_size else dict(lse_swa=None)
-    return o, saved._replace(block_indices=lists, **absent).aux(tensors)
+    return saved._replace(block_indices=lists, **absent).aux(tensors)
+
+
+class Attend(derivatives.ReverseMode):
+    """The operator as autograd sees it; its first argument computes it, by the dispatcher or without."""
+
+    @staticmethod
+    def forward(run: Callable[..., tuple], *args: Any) -> tuple[Tensor | None, ...]:
+        arguments = set(map(id, args))  # what is saved may be an argument, such as gates, which autograd refuses
+        return tuple([x.detach() if id(x) in arguments and x is not None else x for x in run(*args)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
+        run, *args = inputs
+        tensors, ctx.static = CallTensors(*args[: len(OF_LAYER)]), args[len(OF_LAYER) :]
+        ctx.dispatched, alone = run is not _without_capacity, ctx.static[len(NAMES) - 1] == " ".join(SELECTED_ALONE)
+        o = output[0] if alone and ctx.static[len(NAMES)] == "cute" else None
+        ctx.save_for_backward(*tensors[:COUNT], tensors.block_indices, tensors.q_offset, o, *output[1:])
+        ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1 : 1 + COUNT]
+        if do is None:
+            return (None,) * len(ctx.needs_input_grad)
+        run = BACKWARD_OP if ctx.dispatched or needs_dispatcher((do,)) else _attend_backward
+        grads = derivatives.first_derivatives(run, do, *ctx.saved_tensors, *ctx.static, needs)
+        grads = (d if need else None for d, need in zip(grads, needs, strict=True))
+        return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - COUNT)
 
 
 def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
@@ -85,7 +129,7 @@ def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
     return tensors.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
 
 
-def _spec(static: dict[str, Any], tensors: CallTensors, backend: str, bound: int | None) -> CallSpec:
+def _spec(static: Sequence[Any], tensors: CallTensors, backend: str, bound: int | None) -> CallSpec:
     """The static side of a call that runs; starts that the kernels read are left on the GPU."""
     q, cu_seqlens, cu_seqlens_k = tensors.q, tensors.cu_seqlens, tensors.cu_seqlens_k
     if cu_seqlens is None:
@@ -103,25 +147,15 @@ def _leaves_starts(tensors: CallTensors, backend: str) -> bool:
     return backend == "cute" and stay_on_gpu(starts[0]) and (starts[1] is None or stay_on_gpu(starts[1]))
 
 
-def _attend(
-    *tensors: Tensor | None,
-    backend: str,
-    heads: int | None,
-    budget: int | None,
-    kept: list[bool],
-    bound: int | None,
-    needs_grad: bool,
-    room: bool = True,
-    **static: Any,
-) -> tuple[Tensor | None, ...]:
+def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
     """o, the fields of `Saved`, and copies of starts of queries and of keys.
 
     Args:
-        tensors: of `CallTensors`.
-        heads: key/value heads of a group; None: as many as the budget has room for, or what is free.
-        room: False for the shapes that the lengths ask for, and any strides, instead of those of an operator.
+        args: of the operator: tensors, options, backend; key/value heads of a group (None: as many as the budget has
+            room for, or what is free); the budget; outputs to save; bound; needs_grad.
+        capacity: False for the shapes that the lengths ask for, and any strides, instead of those of an operator.
     """
-    tensors = CallTensors(*tensors)
+    tensors, (*static, backend, heads, budget, kept, bound, needs_grad) = _split(args)
     q, spec = tensors.q, _spec(static, tensors, backend, bound)
     if tensors.block_indices is not None:
         check_lists_of(tensors.block_indices, q, tensors.k, spec, tensors.cu_seqlens)
@@ -130,44 +164,44 @@ def _attend(
         check_positions(tensors.q_offset, tuple(pairs), causal=spec.causal)
     with torch.cuda.device_of(q):
         tensors = without_room(tensors, spec)
-        if backend != "cute":
-            from nsa_layer.eager import forward
-
-            o, made = forward.forward(tensors, spec=spec)
-        else:
-            from nsa_layer.cute import head_groups
-
-            plan = plan_of(tensors, spec, heads, budget, kept, needs_grad)
-            o, made = head_groups.forward_groups(*head_groups.placed(tensors, spec), spec, plan, backward=needs_grad)
-        if room:
+        how = dict(spec=spec)
+        if backend == "cute":
+            how |= dict(plan=plan_of(tensors, spec, heads, budget, kept, needs_grad), backward=needs_grad)
+        o, saved = support.pages(backend).forward(tensors, **how)
+        if capacity:
             shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend)
-            pairs = zip(made, shapes, strict=True)
-            o, *made = (x if x is None else next(apart([x])) for x in (o, *(with_room(*pair) for pair in pairs)))
+            pairs = zip(saved, shapes, strict=True)
+            o, *saved = (x if x is None else next(apart([x])) for x in (o, *(with_room(*pair) for pair in pairs)))
     starts = tensors.cu_seqlens, tensors.cu_seqlens_k
-    return o, *made, *(copied(x, q, left=spec.bound is not None) for x in starts)
+    return o, *saved, *(copied(x, q, left=spec.bound is not None) for x in starts)
 
 
-def _attend_fake(*tensors: Tensor | None, backend: str, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
-    tensors = CallTensors(*tensors)
+_without_capacity = partial(_attend, capacity=False)
+
+
+def _split(args: Sequence[Any]) -> tuple[CallTensors, Sequence[Any]]:
+    """The tensors, and the other arguments of the operator."""
+    return CallTensors(*args[: len(OF_LAYER)]), args[len(OF_LAYER) :]
+
+
+def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
+    tensors, (*static, backend, _, _, kept, _, _) = _split(args)
     q, left = tensors.q, _leaves_starts(tensors, backend)
     shapes = saved_shapes(tensors, spec=spec_of(static, tensors), kept=kept, backend=backend)
-    made = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
+    saved = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
     starts = (copied_fake(x, q, left=left) for x in (tensors.cu_seqlens, tensors.cu_seqlens_k))
-    return q.new_empty((*q.shape[:-1], tensors.v.shape[-1])), *made, *starts
+    return q.new_empty((*q.shape[:-1], tensors.v.shape[-1])), *saved, *starts
 
 
-def _attend_backward(
-    do: Tensor,
-    *saved: Tensor | None,
-    backend: str,
-    heads: int | None,
-    budget: int | None,
-    kept: list[bool],
-    bound: int | None,
-    needs: Sequence[bool],
-    **static: Any,
-) -> tuple[Tensor | None, ...]:
-    inputs, (block_indices, q_offset, o, *made, starts, starts_k) = saved[:COUNT], saved[COUNT:]
+def _attend_backward(do: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of the differentiable tensors, None where none is needed.
+
+    Args:
+        args: the differentiable tensors, block_indices, q_offset, o, fields of `Saved`, starts of queries and of keys;
+            what is no tensor as for `_attend`; and which gradients are needed.
+    """
+    inputs, (block_indices, q_offset, o, *args) = args[:COUNT], args[COUNT:]
+    saved, (starts, starts_k, *static, backend, heads, budget, kept, bound, _, needs) = args[:FIELDS], args[FIELDS:]
     of_q, of_k = (x if x.numel() else None for x in (starts, starts_k))
     tensors = CallTensors(*inputs, of_q, block_indices, q_offset, of_k)
     spec = spec_of(static, tensors, (lengths_of(starts), lengths_of(starts_k)))
@@ -176,17 +210,12 @@ def _attend_backward(
     with torch.cuda.device_of(do):
         tensors = without_room(tensors, spec)
         shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend, exact=True)
-        made = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(made, shapes, strict=True)))
-        if backend != "cute":
-            from nsa_layer.eager import backward
-
-            found = backward.backward(tensors, made, do, spec=spec)
-        else:
-            from nsa_layer.cute import head_groups
-
-            plan = plan_of(tensors, spec, heads, budget, kept, True)
-            found = head_groups.gradients(do, *head_groups.placed(tensors, spec), spec, plan, made, o=o)
-    wanted = (d if need else None for d, need in zip(found, needs, strict=True))
+        saved = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, shapes, strict=True)))
+        how = dict(spec=spec)
+        if backend == "cute":
+            how |= dict(plan=plan_of(tensors, spec, heads, budget, kept, True), o=o)
+        grads = support.pages(backend).backward(tensors, saved, do, **how)
+    wanted = (d if need else None for d, need in zip(grads, needs, strict=True))
     return tuple([None if d is None else _promised(d, x) for d, x in zip(wanted, inputs, strict=True)])
 
 
@@ -197,31 +226,17 @@ def _promised(d: Tensor, x: Tensor) -> Tensor:
     return next(apart([d]))
 
 
-def _keep(args: Sequence[Any], outputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    tensors, (*static, backend) = CallTensors(*args[: len(OF_LAYER)]), args[len(OF_LAYER) :][: len(NAMES) + 1]
-    alone = static[-1] == " ".join(SELECTED_ALONE)
-    o = outputs[0] if alone and backend == "cute" else None
-    return *tensors[:COUNT], tensors.block_indices, tensors.q_offset, o, *outputs[1:]
+def _backward_fake(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    pairs = zip(args[:COUNT], args[-1], strict=True)
+    return tuple(x.new_empty(x.shape) if x is not None and need else do.new_empty(0) for x, need in pairs)
 
 
-COUNT = len(DIFFERENTIABLE)
-_call_attend = register(
-    "attend",
-    schema=f"{schema_of(OF_LAYER)}, *, {CONFIG}, str backend, int? heads, int? budget, bool[] kept, SymInt? bound, "
-    "bool needs_grad",
-    compute=_attend,
-    direct=partial(_attend, room=False),
-    fake=_attend_fake,
-    outputs=3 + len(Saved._fields),
-    gradients=_attend_backward,
-    saved=", ".join(
-        [
-            "Tensor? block_indices, Tensor? q_offset, Tensor? o",
-            *(f"Tensor? saved_{x}" for x in Saved._fields),
-            "Tensor starts, Tensor starts_k",
-        ]
-    ),
-    keep=_keep,
-    differentiable=COUNT,
-    differentiated=1,
-)
+STATIC = f"{CONFIG}, str backend, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad"
+SAVED = ("block_indices", "q_offset", "o", *(f"saved_{name}" for name in Saved._fields))
+OF_BACKWARD = (schema_of(DIFFERENTIABLE), *(f"Tensor? {name}" for name in SAVED), "Tensor starts, Tensor starts_k")
+OP, _compute = define("attend", f"{schema_of(OF_LAYER)}, {STATIC}", 3 + FIELDS, _attend, _attend_fake)
+_schema = f"Tensor do, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
+BACKWARD_OP, _compute_backward = define("attend_backward", _schema, COUNT, _attend_backward, _backward_fake)
+differentiate(OP, _compute, Attend)
+differentiate(BACKWARD_OP, _compute_backward, derivatives.FirstDerivatives)
+APPLY = super(torch.autograd.Function, Attend).apply  # the class's own looks at forward's signature every time

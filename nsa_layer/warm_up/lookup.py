@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from nsa_layer.cached_call import CachedCall
-from nsa_layer.call_spec import SELECTED_ALONE, CallTensors, Signature
+from nsa_layer.call_spec import CallTensors, Signature
 from nsa_layer.cute.memory_plan import MemoryPolicy
 
 # The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
@@ -170,23 +171,10 @@ def make_call(call: Signature) -> None:
 
 
 def _make(tensors: CallTensors, call: Signature) -> None:
-    from nsa_layer.cute.backward import backward, backward_selected
-    from nsa_layer.cute.forward import forward, forward_selected
-    from nsa_layer.cute.head_groups import head_group
-    from nsa_layer.cute.varlen import Varlen
+    from nsa_layer.cute.pages import backward, forward
 
-    spec, plan, Dv = call.spec, call.plan, tensors.v.shape[-1]
-    varlen = Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list)
-    if spec.branches == SELECTED_ALONE:
-        o, lse = forward_selected(tensors, varlen, spec)
-        if call.backward:
-            backward_selected(tensors, varlen, spec, torch.empty_like(o), o, lse)
-        return
-    for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
-        group = head_group(tensors, first, end)
-        o = group.q.new_empty(*group.q.shape[:-1], Dv)
-        saved = forward(group, varlen, o, spec=spec, kept=plan.kept)
-        if call.backward:
-            of_tokens = (*group[:3], group.k_win, group.v_win)
-            into = (None if x is None else torch.empty_like(x) for x in of_tokens)
-            backward(group, varlen, saved, torch.empty_like(o), *into, spec=spec)
+    groups = {end - first: (first, end) for first, end in call.plan.groups}
+    how = dict(spec=call.spec, plan=replace(call.plan, groups=tuple(groups.values())), together=False)
+    o, saved = forward(tensors, backward=call.backward, **how)
+    if call.backward:
+        backward(tensors, saved, torch.empty_like(o), o=o, **how)

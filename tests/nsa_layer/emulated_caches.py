@@ -11,11 +11,10 @@ import torch
 
 from nsa_layer import NSAConfig
 from nsa_layer.call_spec import CallTensors
-from nsa_layer.cute import head_groups, kvcache
+from nsa_layer.cute import kvcache
 from nsa_layer.eager.forward import attend
 from nsa_layer.eager.pooling import mean_pool
 from nsa_layer.kernels.cache_rows.locate import CacheSlots as At
-from nsa_layer.kvcache.eager import Store
 
 Tensor = torch.Tensor
 BEHIND = 5
@@ -29,7 +28,7 @@ def emulated() -> Iterator[None]:
             patch.setattr(kvcache, stand_in.__name__, stand_in)
         patch.setattr(kvcache, "reads_pages", lambda *_, **__: True)
         patch.setattr(kvcache, "readable", lambda x: x)
-        patch.setattr(head_groups, "infer", infer)
+        patch.setattr(kvcache, "infer", infer)
         yield
 
 
@@ -37,8 +36,11 @@ def locate(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_table, 
     def count(n: int) -> int:
         return max(0, (n - span) // stride + 1)
 
-    def holds(cache: Tensor | None, table: Tensor | None, b: int, end: int) -> bool:
-        return cache is None or _store(cache, table, b).holds(end)
+    def holds(cache: Tensor, table: Tensor | None, b: int, end: int) -> bool:
+        if cache is None or table is None:
+            return cache is None or end <= cache.shape[1]
+        used = table[b, : -(-end // cache.shape[1])].tolist()
+        return end <= table.shape[1] * cache.shape[1] and all(0 <= page < len(cache) for page in used)
 
     columns = []
     for b, S in enumerate(cache_seqlens.tolist()):
@@ -58,23 +60,21 @@ def _rows(x: Tensor, cu_seqlens: Tensor | None, b: int) -> Tensor:
     return x[b] if cu_seqlens is None else x[cu_seqlens[b] : cu_seqlens[b + 1]]
 
 
-def _store(cache: Tensor, table: Tensor | None, b: int) -> Store:
-    return Store(cache, b, None if table is None else table[b])
+def _spots(cache: Tensor, table: Tensor | None, b: int, first: int, count: int) -> tuple:
+    at = torch.arange(first, first + count)
+    return (b, at) if table is None else (table[b].long()[at // cache.shape[1]], at % cache.shape[1])
 
 
 def append(x, caches, tables, slots, starts=(None, None), *, behind=""):
     for i, (own, cache) in enumerate(zip(x, caches)):
         fields = (At.CMP_FIRST, At.CMP_NEW, At.CMP_END) if i >= 4 else (At.FIRST, At.NEW, At.END)
         for b, (first, count, end) in enumerate(zip(*(slots[field].tolist() for field in fields))):
-            if cache is None:
-                continue
-            store = _store(cache, tables[i // 4], b)
-            if own is not None:
-                store.write(first, _rows(own, starts[i // 4], b)[:count])
-            if behind and slots[At.NEW, b]:
+            if cache is not None and own is not None:
+                cache[_spots(cache, tables[i // 4], b, first, count)] = _rows(own, starts[i // 4], b)[:count]
+            if cache is not None and behind and slots[At.NEW, b]:
                 rows = BEHIND if behind == "rows" else -end % cache.shape[1]
                 rows = min(rows, cache.shape[1] - end) if tables[i // 4] is None else rows
-                store.write(end, cache.new_zeros(rows, *cache.shape[2:]))
+                cache[_spots(cache, tables[i // 4], b, end, rows)] = 0
 
 
 def complete_blocks(caches, compressed, tables, slots, *, block_size, stride, most):
@@ -85,8 +85,8 @@ def complete_blocks(caches, compressed, tables, slots, *, block_size, stride, mo
         for b, (first, count, source) in enumerate(slots[[At.CMP_FIRST, At.CMP_NEW, At.SOURCE]].T.tolist()):
             assert count <= most
             if count:
-                tokens = _store(cache, tables[0], b).read(source, source + (count - 1) * stride + block_size)
-                _store(to, tables[1], b).write(first, mean_pool(tokens[None], config=config)[0])
+                tokens = cache[_spots(cache, tables[0], b, source, (count - 1) * stride + block_size)]
+                to[_spots(to, tables[1], b, first, count)] = mean_pool(tokens[None], config=config)[0]
 
 
 def gather(caches, x, table, slots, fields, cu_seqlens):
@@ -95,7 +95,7 @@ def gather(caches, x, table, slots, fields, cu_seqlens):
             if cache is not None:
                 rows = _rows(own, cu_seqlens, b)
                 rows[...] = torch.nan
-                rows[:count] = _store(cache, table, b).read(first, first + count)
+                rows[:count] = cache[_spots(cache, table, b, first, count)]
                 rows[count : count + BEHIND] = 0
 
 
@@ -128,7 +128,7 @@ def invalidate_rows(o, lses, slots, cu_seqlens):
             _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
 
 
-def infer(tensors, packing, spec, memory, pages, side_stream):
+def infer(tensors, spec, memory, pages, side_stream):
     """Eager's, of keys of which those behind the last query's are finite for a while."""
     given = tensors._asdict()
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
@@ -147,7 +147,7 @@ def infer(tensors, packing, spec, memory, pages, side_stream):
                 torch.cat([x[b, :S] for b, S in enumerate(rooms)]) for x in (k, v, given["k_win"], given["v_win"])
             )
     if spec.bound is not None:
-        lengths = packing.cu_seqlens.diff().tolist()
+        lengths = tensors.cu_seqlens.diff().tolist()
         assert max(lengths) <= spec.bound
         spec = replace(spec, lengths=tuple(lengths), bound=None)
     config, lengths = spec.config, spec.lengths or [q.shape[1]] * len(q)

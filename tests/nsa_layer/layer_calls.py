@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_layer.call_spec import SELECTED_ALONE, CallTensors
 from nsa_layer.config import ListConfig
 from nsa_layer.operators import static_arguments
+from nsa_layer.operators.arguments import NAMES
 from nsa_tools.testing.cases import Case, make_inputs
 
 Tensor = torch.Tensor
@@ -118,3 +119,8 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def by_place(static: dict) -> list:
+    """The operator's arguments that are no tensors, in order."""
+    return [static[name] for name in (*NAMES, "backend", "heads", "budget", "kept", "bound", "needs_grad")]

@@ -19,7 +19,7 @@ def stubs() -> Iterator[None]:
     from flash_attn.cute import interface
     from flash_attn.cute.cache_utils import JITCache
     from flash_attn.cute.multiply.host import CompiledKernels
-    from nsa_layer.cute import head_groups, selected_branch  # noqa: F401, all modules with kernels
+    from nsa_layer.cute import pages, selected  # noqa: F401, all modules with kernels
     from nsa_layer.kernels import launch
 
     def compiled(*at: object) -> Callable[..., None]:
@@ -38,7 +38,7 @@ def stubs() -> Iterator[None]:
         patch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
         patch.setattr(interface, "_get_device_arch", lambda: 90)
-        patch.setattr(selected_branch, "_on_hopper", lambda device: True)
+        patch.setattr(selected, "_on_hopper", lambda device: True)
         patch.setattr(launch, "_compiled", {})
         patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compiled(name, key))
         for module in [m for name, m in sys.modules.items() if name.startswith("flash_attn.cute.")]:

@@ -38,14 +38,13 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
     """With launches that do nothing."""
     from fuzz import kernel_stretches
 
-    def choose(q, k_cmp, *, spec, varlen):
+    def choose(q, k_cmp, *, lengths=None, **_):
         """The first blocks, for every tile."""
-        chosen = 2, 8 if varlen is None else int(varlen.cu_tiles[-1]), 5
-        indices = torch.arange(5, dtype=torch.int32).expand(chosen)
-        indices = indices.contiguous() if varlen else indices[None].contiguous()
+        lead = (1, 2, 8) if lengths is None else (2, sum(-(-T // 128) for T in lengths))
+        indices = torch.arange(5, dtype=torch.int32).expand(*lead, 5).contiguous()
         return indices, torch.full(indices.shape[:-1], 5, dtype=torch.int32)
 
-    monkeypatch.setattr("nsa_layer.cute.forward.block_topk", choose)
+    monkeypatch.setattr("nsa_layer.cute.select_blocks.block_topk", choose)
     config = NSAConfig(deterministic=True, block_counts=5, block_size=32, q_tile=128)
     sizes = dict(T=1000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
     case = Case(**sizes, lengths=lengths, config=config, compress_weights=True)

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from stub_kernels import LAUNCHED, launches, stubbed_layer, stubs
 from flash_attn.cute.runtime import repeated_calls
 from nsa_layer import NSAConfig, checks, nsa
 from nsa_layer.cute import grad_accum
-from nsa_layer.cute.token_unions import query_lists
+from nsa_layer.cute.selected import query_lists
 from nsa_layer.warm_up.lookup import ENVIRONMENT
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -29,11 +30,29 @@ from nsa_tools.testing.cases import Case, make_inputs, run
 SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
 
 
+def test_the_way_of_a_call_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From `nsa` to the first launch: eight frames in four files, with a gradient and no graph."""
+    launch, stacks = repeated_calls._Call.launch, []
+
+    def noted(*args: object) -> object:
+        stacks.append(traceback.extract_stack()[:-1])
+        return launch(*args)
+
+    monkeypatch.setattr(repeated_calls._Call, "launch", noted)
+    q, k, v = (torch.randn(1, 1024, H, 64, dtype=torch.bfloat16, requires_grad=True) for H in (4, 2, 2))
+    with stubbed_layer():
+        for _ in range(2):
+            nsa(q, k, v, backend="cute")
+    frames = [(Path(frame.filename).name, frame.name) for frame in stacks[0]]
+    way = [*frames[frames.index(("api.py", "nsa")) :], ("repeated_calls.py", "launch")]
+    assert len(way) <= 8 and len({file for file, _ in way}) <= 4, way
+
+
 @pytest.mark.parametrize("lists", [False, True], ids=["choice", "lists of backward"])
 def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     """Eight times the tokens take eight times the bytes: no scores of all tiles by all blocks, no bitmap of them."""
-    from nsa_layer.cute import selected_branch
-    from nsa_layer.cute.topk_dispatch import block_topk
+    from nsa_layer.cute import selected
+    from nsa_layer.cute.select_blocks import select_blocks
 
     case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(q_tile=128))
     config, taken = case.config, []
@@ -45,9 +64,9 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 
         def call() -> object:
             if not lists:
-                return block_topk(q, k_mean, spec=case.spec, varlen=None)
+                return select_blocks(q, k_mean, None, spec=case.spec, varlen=None, S=T)
             static = dict(spec=case.spec, backward=True, block_counts=counts)
-            return selected_branch.selected_options(indices, T, (4, 2), **static)
+            return selected.selected_options(indices, T, (4, 2), **static)
 
         with stubs():
             call()

@@ -123,7 +123,7 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
     """o, log-sum-exps, and the lists of all parts."""
     from nsa_layer.cute import kvcache
 
-    infer, decode_step, lists = kvcache.head_groups.infer, kvcache.decode_step, []
+    infer, decode_step, lists = kvcache.infer, kvcache.decode_step, []
 
     def few(call: CachedCall, spec: CallSpec) -> tuple:
         lengths = call.lengths(spec)
@@ -139,7 +139,7 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
         return o, saved
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvcache.head_groups, "infer", noted)
+        patch.setattr(kvcache, "infer", noted)
         patch.setattr(kvcache, "decode_step", few)
         o, lses = kvcache.attend(call, check_call(call, validate=validate, **check), validate=validate)
     return o, lses, torch.cat(lists).flatten(0, -3)

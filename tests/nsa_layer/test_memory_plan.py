@@ -17,7 +17,8 @@ from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 CPU = torch.device("cpu")
-SIZES = Sizes(tokens=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, compress_stride=64, q_tile=128, list_width=16)
+TILES, TOKENS = NSAConfig(q_tile=128), NSAConfig()
+SIZES = Sizes(tokens=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, config=TILES, list_width=16)
 
 
 def peak(sizes: Sizes, policy: MemoryPolicy) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layer_calls import Noted, operator_call
+from layer_calls import Noted, by_place, operator_call
 from stub_kernels import stubbed_layer
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +18,7 @@ from torch.library import opcheck
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from nsa_layer import NSAConfig, nsa, selected_attention
-from nsa_layer.call_spec import CallTensors
+from nsa_layer.call_spec import DIFFERENTIABLE, CallTensors
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute import memory_plan
 from nsa_layer.operators import layer
@@ -264,35 +264,38 @@ def test_calls_on_the_kernels_are_operators_where_they_are_seen(packed: bool) ->
             assert [x.shape for x in gradients(torch.ones_like(q))] == [x.shape for x in (q, k, v)]
 
 
-@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("capacity", [False, True])
 @pytest.mark.parametrize("case", ["small tiles in groups", "tiles in groups", "given"])
-def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_heads_gets_back_what_it_left(case: str, capacity: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, static = on_kernels(case)
     left = []
 
     with stubbed_layer():
-        from nsa_layer.cute import head_groups
+        from nsa_layer.cute import backward, head_groups
 
-        forward, backward = head_groups.forward, head_groups.backward
+        add, backward_group = head_groups.JoinedHeads.add, backward.backward_group
 
-        def filled(*args: Any, **kwargs: Any) -> Any:
-            left.append(forward(*args, **kwargs))
-            for i, x in enumerate(left[-1]):
+        def filled(self: Any, part: Any, group: tuple[int, int]) -> None:
+            left.append(part)
+            for i, x in enumerate(part):
                 if x is not None:
                     x.copy_(torch.randint(100, x.shape, generator=torch.Generator().manual_seed(13 * len(left) + i)))
-            return left[-1]
+            add(self, part, group)
 
-        def compared(tensors: Any, packing: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
-            for name, x, y in zip(saved._fields, saved, left.pop(0), strict=True):
+        def compared(part: Any, varlen: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
+            want = left.pop(0)
+            if part.block_indices is not None:
+                want = want._replace(block_indices=part.block_indices)
+            for name, x, y in zip(saved._fields, saved, want, strict=True):
                 assert x is y is None or torch.equal(x, y), name
-            return backward(tensors, packing, saved, *args, **kwargs)
+            return backward_group(part, varlen, saved, *args, **kwargs)
 
-        monkeypatch.setattr(head_groups, "forward", filled)
-        monkeypatch.setattr(head_groups, "backward", compared)
-        q = tensors[0]
-        _, *made = layer._attend(*tensors, **static, room=room)
-        needs = [x is not None for x in tensors[:11]]
-        layer._attend_backward(torch.ones_like(q), *tensors[:11], tensors[12], None, None, *made, needs=needs, **static)
+        monkeypatch.setattr(head_groups.JoinedHeads, "add", filled)
+        monkeypatch.setattr(backward, "backward_group", compared)
+        q, count, more = tensors[0], len(DIFFERENTIABLE), by_place(static)
+        _, *saved = layer._attend(*tensors, *more, capacity=capacity)
+        needs = [x is not None for x in tensors[:count]]
+        layer._attend_backward(torch.ones_like(q), *tensors[:count], tensors[12], None, None, *saved, *more, needs)
     assert not left
 
 

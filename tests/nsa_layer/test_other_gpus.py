@@ -16,7 +16,7 @@ CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, d
 
 def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    from nsa_layer.cute import head_groups
+    from nsa_layer.cute import pages
 
     class Asked(Exception):
         pass
@@ -37,12 +37,12 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
             entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", Device)
-    monkeypatch.setattr(head_groups, "forward_groups", asked)
+    monkeypatch.setattr(pages, "forward", asked)
     with FakeTensorMode():
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
-    static = static_arguments(CallSpec(CONFIG, True, 0.125)) | dict(backend="cute", heads=2, budget=None)
+    static = static_arguments(CallSpec(CONFIG, True, 0.125)).values()
     with pytest.raises(Asked, match="1"):
-        layer._attend(q, q, q, *[None] * 12, **static, kept=[False] * 3, bound=None, needs_grad=False)
+        layer._attend(q, q, q, *[None] * 12, *static, "cute", 2, None, [False] * 3, None, False)
     assert not entered
 
 

@@ -92,7 +92,7 @@ def test_a_window_on_pages_is_copied_on_its_stream(noted: list) -> None:
         ]
 
 
-@pytest.mark.parametrize("fails", ["attend", "token_topk", "gated_sum"])
+@pytest.mark.parametrize("fails", ["attend", "select_blocks", "gated_sum"])
 def test_the_window_is_joined_where_a_launch_fails(noted: list, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     """Else its output would be freed, and be given to others, while it is written."""
 

@@ -40,8 +40,7 @@ from nsa_layer.cached_call import CachedCall
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
 from nsa_tools.shape import Shape
-from nsa_layer.cute import head_groups, kvcache
-from nsa_layer.cute.varlen import Varlen
+from nsa_layer.cute import kvcache, pages
 from nsa_layer.cute.memory_plan import MemoryPlan
 
 warnings.simplefilter("ignore")
@@ -56,16 +55,15 @@ def own_call(call, bounded=False):
         own = CachedCall(**given, config=spec.config)
         assert Signature.of(vars(own), spec) == call
         return kvcache.step(own, spec, memory=MemoryPolicy(budget=1 << 60))
-    tensors, where = CallTensors(**given), {}
+    tensors = CallTensors(**given)
     if bounded:
         starts = torch.empty(len(spec.lengths) + 1, dtype=torch.int32, device="cuda")
-        spec, total = replace(spec, lengths=None, bound=max(spec.lengths)), len(tensors.q)
+        spec = replace(spec, lengths=None, bound=max(spec.lengths))
         assert Signature.of(tensors._asdict(), spec, call.plan, backward=call.backward) == call
-        where = dict(cu_seqlens=starts, total=total)
-    varlen = Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list, **where)
-    o, saved = head_groups.forward_groups(tensors, varlen, spec, call.plan, backward=True)
+        tensors = tensors._replace(cu_seqlens=starts)
+    o, saved = pages.forward(tensors, spec=spec, plan=call.plan)
     if call.backward:
-        head_groups.gradients(torch.empty_like(o), tensors, varlen, spec, call.plan, saved, o=o)
+        pages.backward(tensors, saved, torch.empty_like(o), spec=spec, plan=call.plan, o=o)
 
 def asked(call, **how):
     names = {}

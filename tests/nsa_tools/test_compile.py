@@ -15,7 +15,7 @@ from nsa_tools.testing import covering_calls
 from nsa_tools.testing.covering_calls import all_calls
 
 ARCHS = sorted(ENVIRONMENT)
-CALL = all_calls(90)[0]
+CALL = all_calls(90)[0].signature()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Any, Callable, NamedTuple, Optional, Tuple
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.runtime.own_device import on_own_device
 
 MOST = 256  # calls that are kept
 
@@ -49,11 +48,13 @@ def note(compiled: Callable[..., None], arguments: list) -> None:
         launches.append((compiled, arguments))
 
 
-@on_own_device
 def attend(
     q: Tensor, k: Tensor, v: Tensor, into: Optional[Tuple[Tensor, Tensor]] = None, **options: Any
 ) -> Tuple[Tensor, Tensor]:
-    """o and lse of `_flash_attn_fwd`, of which these are q, k, v and options; written to ``into``, contiguous ones."""
+    """o and lse of `_flash_attn_fwd`, of which these are q, k, v and options; written to ``into``, contiguous ones.
+
+    The caller makes the GPU of q the current one.
+    """
     from flash_attn.cute.interface import _flash_attn_fwd
 
     tensors, static, cache = [q, k, v], [], _flash_attn_fwd.compile_cache
