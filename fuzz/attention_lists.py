@@ -87,6 +87,11 @@ def lists_of(case: Attention, given: Tables, backward: bool, only: slice = EVERY
     return lists_of_rows(rows, form, across[only], before, width=width, spare=spare, block_size=block(case))
 
 
+def sides(case: Attention) -> tuple[Any, Any]:
+    """Forward and backward lists, on the CPU."""
+    return lists_of(case, tables(case), False), lists_of(case, tables(case), True)
+
+
 def on_gpu(lists: Any) -> Any:
     return each_tensor(lists, on_device)
 

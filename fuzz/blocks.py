@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuzz.case import Blocks, Packed
+from fuzz.case import Blocks
 
 POISON = -7  # stands where nothing may be read
 Table = torch.Tensor  # bool [B, H, M, N]
@@ -150,55 +150,6 @@ def locks_of(listed: Table, order: list[int]) -> torch.Tensor:
                 locks[b, h, m, n] = added
                 added += 1
     return locks
-
-
-def packed_tables(case: Packed) -> list[tuple[Table, Table]]:
-    """The table of each sequence, [1, heads, query blocks, key blocks]."""
-    parts = []
-    for b, (T_q, T_k) in enumerate(case.lengths):
-        M, N = -(-T_q // case.block[0]), -(-T_k // case.block[1])
-        shape = dict(H=case.heads, M=M, N=N, pattern=case.pattern, density=case.density, full=case.full)
-        parts.append(tables(Blocks(**shape, seed=case.seed + b)))
-    return parts
-
-
-def packed_lists(case: Packed) -> tuple[Any, Any]:
-    """Forward and backward lists of packed sequences in the case's form."""
-    parts = packed_tables(case)
-    sides = []
-    for side, field in enumerate(("cu_total_m_blocks", "cu_total_n_blocks")):
-        turned = [tuple(t.mT if side else t for t in pair) for pair in parts]
-        sides.append(pack(turned, case.form, field, case.block, has_full=case.full is not None))
-    return sides[0], sides[1]
-
-
-def pack(
-    parts: list[tuple[Table, Table]],
-    form: str,
-    rows_before: str,
-    block: tuple[int, int],
-    *,
-    has_full: bool,
-    locks: list[torch.Tensor] | None = None,
-) -> Any:
-    """Tables of sequences, rows by columns, as lists in one of the forms that the kernels take.
-
-    locks: semaphore values of each sequence's entries, like the tables.
-    """
-    heads, across = parts[0][0].shape[1], [listed.shape[3] for listed, _ in parts]
-    kinds = {"mask": [listed & ~full for listed, full in parts]} if has_full else {"mask": [p[0] for p in parts]}
-    if has_full:
-        kinds["full"] = [listed & full for listed, full in parts]
-    rows = {kind: [[rows_of(own[0, h]) for own in tables] for h in range(heads)] for kind, tables in kinds.items()}
-    fields: dict[str, Any] = {"block_size": block}
-    for kind, order in zip(kinds, ("dq_write_order", "dq_write_order_full")) if locks is not None else ():
-        own = [t.expand(listed.shape) for t, listed in zip(locks, kinds[kind], strict=True)]
-        values = [
-            [[t[0, h, r][kept[0, h, r]].tolist() for r in range(t.shape[2])] for t, kept in zip(own, kinds[kind])]
-            for h in range(heads)
-        ]
-        fields[order] = _formed(values, form, across)[1]
-    return lists_of_rows(rows, form, across, rows_before, **fields)
 
 
 def rows_of(table: torch.Tensor, draw: random.Random | None = None) -> list[list[int]]:

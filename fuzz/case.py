@@ -61,26 +61,6 @@ class Blocks(Pasteable):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Packed(Pasteable):
-    """Block lists of packed sequences, as (queries, keys) of each.
-
-    Attributes:
-        form: one of FORMS. block: (queries, keys) of a block. heads: lists.
-        fault: as in `Blocks`.
-    """
-
-    lengths: tuple[tuple[int, int], ...] = ((10, 10),)
-    form: str = "compact"
-    block: tuple[int, int] = (4, 4)
-    heads: int = 1
-    pattern: str = "random"
-    density: float = 0.4
-    full: float | None = 0.5
-    fault: str = ""
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Edge(Pasteable):
     """Compressed-causal masking on tiles: key j is visible to query t iff ``j * factor + offset <= t``."""
 
@@ -293,3 +273,16 @@ class Attention(Pasteable):
     def ordered(self) -> bool:
         """True if backward lists, or their plan, hold semaphore values: in two passes they may."""
         return self.deterministic and (self.locks or self.passes != 2)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Packed(Attention):
+    """Block lists of packed sequences. fault: as in `Blocks`."""
+
+    packed: tuple[tuple[int, int], ...] = ((10, 10),)
+    lists: str | None = "both"
+    form: str = "compact"
+    block: tuple[int, int] | None = (4, 4)
+    pattern: str = "random"
+    shuffle: bool = False
+    fault: str = ""

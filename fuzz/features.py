@@ -40,7 +40,7 @@ EITHER: dict[type, dict[str, Callable[[Any], object]]] = {
         "one block": lambda c: c.M == 1 or c.N == 1,
     },
     Packed: {
-        "an empty sequence": lambda c: any(0 in pair for pair in c.lengths),
+        "an empty sequence": lambda c: any(0 in pair for pair in c.packed),
         "nothing in a sequence": lambda c: (0, 0) in c.lengths,
         "many tiny sequences": lambda c: len(c.lengths) > 5,
         "one sequence": lambda c: len(c.lengths) == 1,

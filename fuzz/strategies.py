@@ -70,13 +70,14 @@ def packed(faults: bool = False) -> st.SearchStrategy[Packed]:
     huge = st.tuples(st.just((1, 1)), st.just((60, 45)), st.just((0, 3))).map(list)
     return st.builds(
         Packed,
-        lengths=st.one_of(usual, tiny, huge).map(tuple),
+        packed=st.one_of(usual, tiny, huge).map(tuple),
         form=st.sampled_from(FORMS),
         block=st.sampled_from(((4, 4), (8, 4), (4, 2), (1, 1))),
-        heads=st.sampled_from((1, 2, 4)),
+        list_heads=st.sampled_from((1, 2, 4)),
         pattern=st.sampled_from(PATTERNS),
         density=DENSITIES,
-        full=FULLS,
+        lists=st.sampled_from(("both", "both", "both", "no full")),
+        full=st.sampled_from((0.5, 0.0, 1.0)),
         fault=st.sampled_from(PACKED_FAULTS) if faults else st.just(""),
         seed=SEEDS,
     )

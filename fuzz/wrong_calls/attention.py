@@ -17,7 +17,8 @@ from flash_attn.cute.interface import _flash_attn_bwd
 from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
 from flash_attn.cute.lists.validate_calls import validate_call
 from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
-from fuzz.blocks import both_directions, each_tensor, packed_lists
+from fuzz.attention_lists import sides
+from fuzz.blocks import both_directions, each_tensor
 from fuzz.case import FORMS, Blocks, Packed
 from fuzz.corrupt import spoil
 from fuzz.wrong_calls import NO_SCALES, Row, Table, Together, changed
@@ -31,7 +32,7 @@ BOTH = ("block_sparse_tensors", "block_sparse_tensors_bwd")
 
 SIDES = both_directions(Blocks(B=B, H=HQ, M=M, N=N, pattern="full", seed=1))
 PACKED_SIDES = {
-    form: packed_lists(Packed(lengths=LENGTHS, form=form, block=(128, 128), heads=HQ, pattern="full")) for form in FORMS
+    form: sides(Packed(packed=LENGTHS, form=form, block=(128, 128), list_heads=HQ, pattern="full")) for form in FORMS
 }
 
 

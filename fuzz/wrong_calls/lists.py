@@ -22,13 +22,14 @@ from flash_attn.cute.block_lists import (
 )
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.write_order import merged_lists
-from fuzz.blocks import both_directions, packed_lists
+from fuzz.attention_lists import sides as packed_sides
+from fuzz.blocks import both_directions
 from fuzz.case import Blocks, Packed
 from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, changed, not_a_size
 
 Tensor = torch.Tensor
 CASE = Blocks(B=1, H=2, M=4, N=5, pattern="full", group=2)
-PACKED = Packed(lengths=((300, 200), (0, 64), (129, 256)), block=(128, 128), heads=2, pattern="full")
+PACKED = Packed(packed=((300, 200), (0, 64), (129, 256)), block=(128, 128), list_heads=2, pattern="full")
 SIZES = dict(seqlen_q=4 * 128, seqlen_k=5 * 128, num_heads=2)
 BLOCK_SIZE = (
     ("block_size", TypeError, r"block_size has to be \(queries, keys\), got", 128, "128", (128,), (1, 2, 3), None),
@@ -82,7 +83,7 @@ def sides() -> tuple[Any, Any]:
 
 
 def stacked() -> Any:
-    return packed_lists(replace(PACKED, form="stacked"))
+    return packed_sides(replace(PACKED, form="stacked"))
 
 
 def backward(**more: Any) -> Any:
@@ -159,7 +160,7 @@ ORDERED = (
         ),
     ),
     Table(
-        "packed_write_order", packed_write_order, lambda device: dict(lists=packed_lists(PACKED)[1], num_q_blocks=3),
+        "packed_write_order", packed_write_order, lambda device: dict(lists=packed_sides(PACKED)[1], num_q_blocks=3),
         (
             *BROKEN_PACK,
             ("lists", ValueError, "mask_block_cnt .* and mask_block_idx .* must be", sides()[1]),

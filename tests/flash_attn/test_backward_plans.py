@@ -12,8 +12,7 @@ from test_upstream_programs import dimensions
 from flash_attn.cute.block_lists import packed_write_order
 from flash_attn.cute.lists.backward_plan import plan_backward
 from fuzz.attention import backward, forward, make_inputs, outputs
-from fuzz.attention_lists import backward_lists
-from fuzz.blocks import packed_lists
+from fuzz.attention_lists import backward_lists, sides
 from fuzz.case import Attention as Case
 from fuzz.case import Packed
 from fuzz.properties.packed import plan
@@ -101,12 +100,12 @@ def test_semaphore_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> N
 
 
 def packed_backward(form: str, **more: Any) -> Any:
-    return packed_lists(Packed(form=form, lengths=((16, 20), (8, 5)), density=0.6, seed=3, **more))[1]
+    return sides(Packed(form=form, packed=((16, 20), (8, 5)), density=0.6, seed=3, **more))[1]
 
 
 def test_semaphore_values_where_one_kind_has_a_list_for_all_heads() -> None:
     one, many = (
-        packed_backward("compact", heads=heads, pattern=pattern) for heads, pattern in ((1, "comb"), (3, "prefix"))
+        packed_backward("compact", list_heads=heads, pattern=pattern) for heads, pattern in ((1, "comb"), (3, "prefix"))
     )
     own = ("mask_block_cnt", "mask_block_idx")
     mixed = many._replace(**{name: getattr(one, name) for name in own})
@@ -114,13 +113,13 @@ def test_semaphore_values_where_one_kind_has_a_list_for_all_heads() -> None:
     mine, other = (packed_write_order(lists, num_q_blocks=4) for lists in (mixed, repeated))
     for name in (*own, "dq_write_order", "dq_write_order_full"):
         assert getattr(mine, name).equal(getattr(other, name))
-    ragged = packed_backward("ragged", heads=3)
+    ragged = packed_backward("ragged", list_heads=3)
     with pytest.raises(ValueError, match="cannot share entries"):
         packed_write_order(ragged._replace(cu_block_idx_offsets=ragged.cu_block_idx_offsets[:1]), num_q_blocks=4)
 
 
 def test_a_start_may_pass_31_bits() -> None:
-    lists = packed_backward("ragged", full=None)
+    lists = packed_backward("ragged", lists="no full")
     starts = torch.arange(7)[None] + (5 << 32) + (1 << 31) * torch.tensor([0, 1] * 3 + [0])
     lists = lists._replace(cu_block_idx_offsets=starts)
     items = plan_backward(lists, num_heads=1, num_heads_kv=1, num_q_blocks=4).plan
@@ -145,4 +144,4 @@ def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
 def test_a_pack_without_keys_has_a_plan_of_nothing(form: str) -> None:
-    plan(Packed(form=form, lengths=((5, 0), (0, 0), (3, 0))))
+    plan(Packed(form=form, packed=((5, 0), (0, 0), (3, 0))))

@@ -15,8 +15,7 @@ from fa_reference import assert_bits_repeat, assert_case
 from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
 from flash_attn.cute.lists.write_order import merged_lists
 from fuzz.attention import backward, compile_case, make_inputs, outputs
-from fuzz.attention_lists import backward_lists, tables
-from fuzz.blocks import packed_lists
+from fuzz.attention_lists import backward_lists, sides, tables
 from fuzz.case import Attention as Case
 from fuzz.case import Packed
 
@@ -100,7 +99,7 @@ def formed(heads: int, form: str, shapes: tuple[tuple[int, int], ...]) -> Any:
     """Backward lists in a form, with semaphore values."""
     from flash_attn.cute.block_lists import packed_write_order
 
-    _, lists = packed_lists(Packed(lengths=shapes, form=form, block=(1, 1), heads=heads, density=0.6))
+    _, lists = sides(Packed(packed=shapes, form=form, block=(1, 1), list_heads=heads, density=0.6))
     queries = [M for M, _ in shapes]
     before = torch.tensor([0, *accumulate(queries)])
     return packed_write_order(lists, num_q_blocks=max(queries), cu_total_m_blocks=before)

@@ -13,7 +13,8 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import rows as list_rows
 from flash_attn.cute.lists.formats import as_ragged
 from fuzz.attention import backward, compile_case, forward, make_inputs, outputs
-from fuzz.blocks import packed_lists, packed_tables, rows_of
+from fuzz.attention_lists import sides, tables
+from fuzz.blocks import rows_of
 from fuzz.case import FORMS, Packed
 from fuzz.case import Attention as Case
 
@@ -131,19 +132,20 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
     for seed in range(20):
         lengths = tuple((seed * b % 4, (seed + b) % 5 + 1) for b in range(6))
-        case = Packed(lengths=lengths, form=form, block=(1, 1), heads=3 if per_head else 1, density=0.6, seed=seed)
-        lists, tables = packed_lists(case)[0], packed_tables(case)
+        heads = 3 if per_head else 1
+        case = Packed(packed=lengths, form=form, block=(1, 1), list_heads=heads, density=0.6, seed=seed)
+        lists = sides(case)[0]
         before, across = (torch.tensor([0, *accumulate(pair[side] for pair in lengths)]) for side in (0, 1))
         if form != "padded":
             lists = as_ragged(lists, "cu_total_m_blocks", across)
         tensors = SimpleNamespace(**{n: Held(t) if torch.is_tensor(t) else t for n, t in lists._asdict().items()})
-        for batch, (listed, full) in enumerate(tables):
-            for _, head, block in product(*map(range, listed.shape[:3])):
+        for batch, (listed, full) in enumerate(tables(case)):
+            for head, block in product(*map(range, listed.shape[:2])):
                 row = list_rows.find_row(tensors, Held(before.int()), Int32(batch), Int32(head), Int32(block))
                 for kind, table in (("mask", listed & ~full), ("full", full)):
                     count = row.count(getattr(tensors, f"{kind}_block_cnt"))
                     entries = row.entries(getattr(tensors, f"{kind}_block_idx"), full=kind == "full").of[:count]
-                    assert entries.tolist() == rows_of(table[0, head])[block]
+                    assert entries.tolist() == rows_of(table[head])[block]
 
 
 @pytest.mark.parametrize("rank", [2, 3])

@@ -9,7 +9,8 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate_calls import ALWAYS, validate_call
-from fuzz.blocks import POISON, both_directions, packed_lists
+from fuzz.attention_lists import sides
+from fuzz.blocks import POISON, both_directions
 from fuzz.case import Blocks, Packed
 
 BLOCK = 128
@@ -29,10 +30,10 @@ def qk(*lead: int, Hq: int = 4, Hkv: int = 2, keys: int | None = None) -> tuple[
 
 def packed_call(form: str, heads: int = 2, full: float = 0.5) -> tuple[list[Any], dict[str, Any]]:
     """[forward, backward, q, k] of random lists in a form, and the options of the call."""
-    sides = packed_lists(Packed(lengths=LENGTHS, form=form, block=(BLOCK, BLOCK), heads=heads, density=0.6, full=full))
+    case = Packed(packed=LENGTHS, form=form, block=(BLOCK, BLOCK), list_heads=heads, density=0.6, full=full)
     cu_q, cu_k = (int32([0, *accumulate(pair[side] for pair in LENGTHS)]) for side in (0, 1))
     q, k = qk(int(cu_q[-1]), keys=int(cu_k[-1]))
-    return [*sides, q, k], dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return [*sides(case), q, k], dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 def said(*call: Any, **options: Any) -> str:
@@ -126,8 +127,8 @@ PLANS = [(4, False), (2, False), (2, True), (1, False)]  # key/value heads of 4 
 def planned(form: str, Hkv: int, per_group: bool, heads: int = 1, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     """[forward, planned backward, q, k] of as many lists, and the options of the call."""
     if form == "padded":
-        sides = both_directions(Blocks(B=2, H=heads, pattern="empty columns", density=0.8, shuffle=True))
-        call, given, M = [*sides, *qk(2, 700, keys=640, Hkv=Hkv)], {}, 6
+        both = both_directions(Blocks(B=2, H=heads, pattern="empty columns", density=0.8, shuffle=True))
+        call, given, M = [*both, *qk(2, 700, keys=640, Hkv=Hkv)], {}, 6
     else:
         call, given = packed_call(form, heads=heads)
         call[2:] = qk(*call[2].shape[:-2], keys=call[3].shape[-3], Hkv=Hkv)
