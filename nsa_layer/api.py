@@ -113,14 +113,14 @@ def nsa(
     if cp is not None:
         better = backend != "reference" and gather.is_better(cp, tensors, config)
         if cp.mode_of(k.shape[-2], gather=better) == "heads":
-            return heads.attend(nsa, cp, given, **options)
+            return heads.attend_layer(nsa, cp, given, **options)
     if cp is None:
         spec = check_inputs(given, backend=backend, validate=validate)
     else:
         spec, _ = check_shard(given, cp)
     if validate and cp is None and q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(q, k, block_indices, cu_seqlens, q_tile=config.q_tile, max_seqlen=max_seqlen)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
+    needs_grad = tensors.needs_grad
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     spec = spec.in_force()
     name = support.choose_backend(

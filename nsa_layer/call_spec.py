@@ -95,6 +95,11 @@ class CallTensors(NamedTuple):
         return self[: len(DIFFERENTIABLE)]
 
     @property
+    def needs_grad(self) -> bool:
+        """True if a gradient may be asked for."""
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.differentiable)
+
+    @property
     def of_window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the sliding window."""
         return self.k if self.k_win is None else self.k_win, self.v if self.v_win is None else self.v_win

@@ -118,6 +118,8 @@ def check_shard(
     cp.mode_of(k.shape[-2])
     require_config(config)
     layouts = {TOKENS: token_layout(q.shape[-3], cp)}
+    if config.q_tile == 1:
+        layouts[TILES] = layouts[TOKENS]
     total, chunk = q.shape[-3] * cp.size, q.shape[-3] // len(cp.chunks)
     if packed and (torch.compiler.is_compiling() or not read):
         listed, scale = tensors.block_indices is not None, check_scale(arguments.softmax_scale, q.shape[-1])
@@ -129,7 +131,6 @@ def check_shard(
         lengths = whole_lengths(starts, q, cp)
     if tensors.k_cmp is not None or tensors.v_cmp is not None:
         layouts[BLOCKS] = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
-    layouts[TILES] = layouts[TOKENS]
     if config.q_tile > 1:
         layouts[TILES] = ShardLayout.of_blocks(cp, lengths, chunk, 1, config.q_tile)
 

@@ -71,7 +71,6 @@ def attend(
     """
     in_graph, packed, config = is_recorded(tensors.q), tensors.cu_seqlens is not None, spec.config
     q, lists, kept, alone = tensors.q, tensors.block_indices, (False,) * 3, spec.branches == SELECTED_ALONE
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiable)
     chunk = q.shape[-3] // len(cp.chunks)
     if lists is None:
         require_choice_by_token(config, "cp with mode='gather'")
@@ -84,16 +83,13 @@ def attend(
     if tensors.has_own_window:
         window = (x if own is not None else x.view_as(x) for x, own in zip(tensors.of_window, tensors[9:11]))
         tensors = tensors._replace(**dict(zip(WINDOW, window)))
+    starts = None
     if in_graph and packed:  # operators read lengths when they run, of starts that the caller does not refill
-        spec, tensors = (
-            replace(spec, lengths=None),
-            tensors._replace(cu_seqlens=tensors.cu_seqlens.to("cpu", copy=True)),
-        )
-    else:
-        tensors = tensors._replace(cu_seqlens=None)
+        spec, starts = replace(spec, lengths=None), tensors.cu_seqlens.to("cpu", copy=True)
+    tensors = tensors._replace(cu_seqlens=starts)
     if backend == "cute" and not alone:
-        kept = _kept(tensors, q.shape[-3] * cp.size, memory, spec=spec, needs_grad=needs_grad)
-    o, *saved = _Attend.apply(GatherCall(cp, backend, spec, kept, needs_grad), in_graph, return_aux, *tensors)
+        kept = kept_of_shard(tensors, q.shape[-3] * cp.size, memory, spec=spec, queries=q.shape[-3])
+    o, *saved = _Attend.apply(GatherCall(cp, backend, spec, kept, tensors.needs_grad), in_graph, return_aux, *tensors)
     if not return_aux:
         return o, None
     width = (config.list_room if in_graph else config.list_width)(max(spec.lengths or (q.shape[-3] * cp.size,)))
@@ -105,16 +101,21 @@ def attend(
     return o, Saved(block_indices=lists, g=joined("g", -3), **lses).aux(tensors)
 
 
-def _kept(
-    tensors: CallTensors, total: int, memory: MemoryPolicy, *, spec: CallSpec, needs_grad: bool
+def kept_of_shard(
+    tensors: CallTensors, total: int, memory: MemoryPolicy, *, spec: CallSpec, queries: int, ranks: int = 1
 ) -> tuple[bool, bool, bool]:
-    """Outputs that the kernels save, by the memory of a call with keys of all ranks; in graphs by the policy alone."""
+    """Outputs that the kernels save, by the memory of a call with this number of queries and `total` keys, of one of
+    `ranks` parts of the heads; in graphs by the policy alone."""
     if is_recorded(tensors.q):
-        return kept_in_graphs(memory, needs_grad)
-    *lead, _, Hkv, Dv = tensors.v.shape
-    whole_v = torch.empty((*lead, total, Hkv, Dv), dtype=tensors.v.dtype, device="meta")
-    sizes = Sizes.of(tensors._replace(v=whole_v), spec=spec, needs_grad=needs_grad)
-    return plan_memory(sizes, memory, tensors.q.device).kept
+        return kept_in_graphs(memory, tensors.needs_grad)
+
+    def stand_in(x: Tensor, rows: int) -> Tensor:
+        return torch.empty((*x.shape[:-3], rows, x.shape[-2] // ranks, x.shape[-1]), dtype=x.dtype, device="meta")
+
+    q, v, lists = tensors.q, stand_in(tensors.v, total), tensors.block_indices
+    lists = None if lists is None else stand_in(lists, queries)
+    whole = tensors._replace(q=stand_in(q, queries), k=stand_in(tensors.k, total), v=v, block_indices=lists)
+    return plan_memory(Sizes.of(whole, spec=spec, needs_grad=tensors.needs_grad), memory, q.device).kept
 
 
 def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int, width: int = 0) -> Tensor | None:

@@ -7,112 +7,90 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_layer.checks import Arguments, starts_of_lengths
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, WEIGHTS, check_shard
+from nsa_layer.context_parallel.gather import kept_of_shard
 from nsa_layer.context_parallel.layout import ShardLayout, head_steps
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Exchange, copy, exchange
-from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
 Layouts = Sequence[ShardLayout]
 START, FINISH, WHOLE = "start", "finish", "whole"
+OF_AUX = (TOKENS, TILES, *[TOKENS] * 4)  # kinds of rows of o, and of `Aux`
 OTHER = {START: FINISH, FINISH: START, WHOLE: WHOLE}
 
 
-def attend(
+def attend_layer(
     nsa: Callable[..., Tensor | tuple[Tensor, Aux]],
     cp: ContextParallel,
     arguments: Arguments,
     *,
+    memory: MemoryPolicy,
     return_aux: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """`nsa` of a rank's tokens.
-
-    Args:
-        arguments: of `nsa`, this rank's shards.
-        options: the other arguments of `nsa`.
-
-    Raises:
-        TypeError, ValueError: an argument is bad, or the ranks do not divide the key/value heads.
-        NotImplementedError: a graph would have to know lengths of packed sequences.
-    """
-    shard, config = arguments.tensors, arguments.config
-    starts, Hkv = shard.cu_seqlens, shard.k.shape[-2]
+    """`nsa` of a rank's tokens; arguments as there."""
+    tensors, config = arguments.tensors, arguments.config
     # Chunks hold blocks and tiles by length.
-    by_length = shard.k_cmp is not None or shard.v_cmp is not None or config.q_tile > 1
-    on_gpu = shard.q.is_cuda and getattr(starts, "is_cuda", False)
+    by_length = tensors.k_cmp is not None or tensors.v_cmp is not None or config.q_tile > 1
+    on_gpu = tensors.q.is_cuda and getattr(tensors.cu_seqlens, "is_cuda", False)
     spec, layouts = check_shard(arguments, cp, read=by_length or not on_gpu)
-    tiles = TOKENS if config.q_tile == 1 else TILES
-    tensors = {name: x for name, x in shard._asdict().items() if x is not None}
-    kinds = {name: KINDS[name] for name in tensors if name in KINDS}
-    kinds |= {name: tiles for name, kind in kinds.items() if kind == TILES}
-    for kind in (*kinds.values(), *([tiles] if return_aux else [])):
-        if kind not in layouts:
-            raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {kind}")
-    options |= dict(zip(Arguments._fields[1:], arguments[1:]), cu_seqlens=starts)
     if spec.lengths is not None:  # no second look at what may be on a GPU
-        options["cu_seqlens"] = starts_of_lengths(spec.lengths)
-    tokens = layouts[TOKENS]
-    if len(step_sizes(shard.q, tokens, cp, Hkv)) > 1:
-        options["memory"] = _policy(arguments, tokens, cp, options["memory"])
-
-    def call(**of_heads: Tensor) -> list[Tensor]:
-        if not return_aux:
-            return [nsa(**of_heads, **options)]
-        o, aux = nsa(**of_heads, **options, return_aux=True)
-        return [o, aux.block_indices, aux.gates, aux.lse_cmp.mT, aux.lse_slc.mT, aux.lse_swa.mT]
-
-    o, *rest = over_heads(
-        call,
-        cp,
-        {name: tensors[name] for name in kinds},
-        [layouts[kind] for kind in kinds.values()],
-        [tokens, layouts[tiles], *[tokens] * 4] if return_aux else [tokens],
-        {name: tensors[name] for name in WEIGHTS if name in tensors},
-        heads=Hkv,
-    )
-    return (o, Aux(*rest[:2], *(x.mT.contiguous() for x in rest[2:]))) if return_aux else o
+        tensors = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths))
+    if len(_step_sizes(tensors, layouts[TOKENS], cp)) > 1 and memory.recompute == "auto" and memory.budget is None:
+        # One plan for all steps, by the memory of all of them: else the first would take what the last one needs.
+        total, spec = layouts[TOKENS].total, CallSpec(config, arguments.causal, 1.0)
+        kept = kept_of_shard(tensors, total, memory, spec=spec, queries=total, ranks=cp.size)
+        memory = replace(memory, recompute="none" if all(kept) else "all")
+    options |= dict(zip(Arguments._fields[1:], arguments[1:]), memory=memory, return_aux=return_aux)
+    return attend(partial(nsa, **options), cp, tensors, layouts, OF_AUX if return_aux else (TOKENS,))
 
 
-def over_heads(
-    call: Callable[..., list[Tensor]],
+def attend(
+    function: Callable[..., Any],
     cp: ContextParallel,
-    tensors: dict[str, Tensor],
-    layouts: Layouts,
-    output_layouts: Layouts,
-    weights: dict[str, Tensor],
-    *,
-    heads: int,
-) -> list[Tensor]:
-    """Call with all rows of this rank's heads, a few heads at a time.
+    tensors: CallTensors,
+    layouts: dict[str, ShardLayout],
+    output_kinds: Sequence[str],
+) -> Any:
+    """A function of all rows of some heads, called for a few of this rank's heads at a time.
 
     Args:
-        call: takes tensors and weights by name, all rows of some heads, and returns tensors of all rows.
-        tensors: this rank's rows [B, n, H, ...], packed [n, H, ...]; q is the first.
-        layouts, output_layouts: of the tensors, and of what is returned.
-        weights: [H, ...], the same on every rank; a rank's gradients of them are those of its heads.
-        heads: key/value heads.
+        function: takes tensors by name, and returns o, or a pair of o and `Aux` or the LSE. A rank's gradients of
+            weights are those of its heads.
+        tensors: this rank's rows [B, n, H, ...], packed [n, H, ...]; weights [H, ...] are the same on every rank.
+        layouts: of each kind of rows.
+        output_kinds: kinds of rows of o, and of the rest.
 
     Returns:
-        This rank's rows of all heads of what the calls return.
+        This rank's rows of all heads of what the function returns.
+
+    Raises:
+        NotImplementedError: a graph would have to know lengths of packed sequences.
     """
-    q = next(iter(tensors.values()))
-    steps, own, packed = step_sizes(q, layouts[0], cp, heads), heads // cp.size, q.dim() == 3
+    q, packed, given = tensors.q, tensors.q.dim() == 3, tensors.arguments()
+    rows = {name: x[None] if packed else x for name, x in given.items() if name in KINDS and x is not None}
+    for kind in (*map(KINDS.get, rows), *output_kinds):
+        if kind not in layouts:
+            raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {kind}")
+    to_heads, to_tokens = [layouts[KINDS[name]] for name in rows], [layouts[kind] for kind in output_kinds]
+    steps, own = _step_sizes(tensors, layouts[TOKENS], cp), tensors.k.shape[-2] // cp.size
 
     def sizes(count: int) -> list[int]:
         """Each step's part of a rank's heads, of a tensor of `count` heads in all."""
         return [size * count // cp.size // own for size in steps]
 
-    batches = [x[None] if packed else x for x in tensors.values()]
-    parts = [_split_heads(x, cp.size, sizes(x.shape[2])) for x in batches]
+    parts = [_split_heads(x, cp.size, sizes(x.shape[2])) for x in rows.values()]
+    weights = {name: given[name] for name in WEIGHTS if given[name] is not None}
     weights = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
     start, finish = (None, WHOLE) if is_recorded(q) else (START, FINISH)
 
@@ -124,40 +102,35 @@ def over_heads(
         return lambda: _Exchange.apply(together, layouts, finish, to_heads, *xs)
 
     # Backward goes in the opposite order, so that there, too, exchanges start before the attention beside them.
-    sent, answers = [send(layouts, True, [part[0] for part in parts])], []
+    sent, answers = [send(to_heads, True, [part[0] for part in parts])], []
     for step in range(len(steps)):
         if step + 1 < len(steps):
-            sent.append(send(layouts, True, [part[step + 1] for part in parts]))
-        here = {name: x[0] if packed else x for name, x in zip(tensors, sent.pop(0)())}
-        outputs = call(**here, **{name: w[step] for name, w in weights.items()})
-        answers.append(send(output_layouts, False, [x[None] if packed else x for x in outputs]))
-    by_step = [receive() for receive in answers]
-    joined = [_join_heads(parts) for parts in zip(*by_step)]
-    return [x[0] if packed else x for x in joined]
+            sent.append(send(to_heads, True, [part[step + 1] for part in parts]))
+        here = {name: x[0] if packed else x for name, x in zip(rows, sent.pop(0)())}
+        here |= {name: w[step] for name, w in weights.items()}
+        outputs = _by_rows(function(**here, cu_seqlens=tensors.cu_seqlens))
+        answers.append(send(to_tokens, False, [x[None] if packed else x for x in outputs]))
+    joined = [_join_heads(parts) for parts in zip(*[receive() for receive in answers])]
+    o, *more = [x[0] if packed else x for x in joined]
+    if len(more) < 2:
+        return (o, more[0].mT.contiguous()) if more else o
+    return o, Aux(*more[:2], *(lse.mT.contiguous() for lse in more[2:]))
 
 
-def step_sizes(q: Tensor, tokens: ShardLayout, cp: ContextParallel, heads: int) -> list[int]:
+def _by_rows(outputs: Any) -> list[Tensor]:
+    """o, and what comes with it, with rows before heads."""
+    o, more = outputs if isinstance(outputs, tuple) else (outputs, None)
+    if isinstance(more, Aux):
+        return [o, more.block_indices, more.gates, *(lse.mT for lse in (more.lse_cmp, more.lse_slc, more.lse_swa))]
+    return [o] if more is None else [o, more.mT]
+
+
+def _step_sizes(tensors: CallTensors, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
     """Key/value heads of each call that a rank makes: some at a time in long calls on a GPU, outside graphs."""
-    own = heads // cp.size
-    if not q.is_cuda or torch.compiler.is_compiling():
+    own = tensors.k.shape[-2] // cp.size
+    if not tensors.q.is_cuda or torch.compiler.is_compiling():
         return [own]
     return [end - first for first, end in head_steps(own, tokens.total)]
-
-
-def _policy(arguments: Arguments, tokens: ShardLayout, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:
-    """One plan for all steps, by the memory of all of them: else the first would take what the last one needs."""
-    if memory.recompute != "auto" or memory.budget is not None:
-        return memory
-    shard, lead = arguments.tensors, (*arguments.tensors.q.shape[:-3], tokens.total)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in shard[:3])
-
-    def on_rank(x: Tensor) -> Tensor:
-        return torch.empty((*lead, x.shape[-2] // cp.size, x.shape[-1]), dtype=shard.q.dtype, device="meta")
-
-    spec = CallSpec(arguments.config, arguments.causal, 1.0)
-    sizes = Sizes.of(shard.map(on_rank, ("q", "k", "v", "block_indices")), spec=spec, needs_grad=needs_grad)
-    kept = plan_memory(sizes, memory, shard.q.device).kept
-    return replace(memory, recompute="none" if all(kept) else "all")
 
 
 class _Exchange(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nsa_layer import ContextParallel, NSAConfig
+from nsa_layer.call_spec import CallTensors
 from nsa_layer.context_parallel import gather, gather_loop, heads, layout
 from nsa_layer.context_parallel.checks import BLOCKS, KINDS, TILES, TOKENS, WEIGHTS
 from nsa_layer.context_parallel.layout import ShardLayout
@@ -69,10 +70,15 @@ def in_steps(work: Callable[..., None], group: Any, *args: Any) -> None:
         work(group, *args)
 
 
+def own_heads_in_two(tensors: CallTensors, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
+    own = tensors.k.shape[-2] // cp.size
+    return [1, own - 1][:own]
+
+
 def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, listed: bool = False) -> None:
     """As long calls on a GPU: some heads at a time, the next exchange beside attention, or as in the longest behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "step_sizes", lambda x, rows, cp, n: [1, n // cp.size - 1][: n // cp.size])
+        patch.setattr(heads, "_step_sizes", own_heads_in_two)
         patch.setattr(layout, "STEP_TOKENS", 1)
         if load_balance is None:
             patch.setattr(gather_loop, "OVERLAP_BELOW", 1)

@@ -15,9 +15,8 @@ from stub_kernels import stubbed_layer
 
 from nsa_layer import ContextParallel, NSAConfig, nsa
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
-from nsa_layer.checks import Arguments
 from nsa_layer.context_parallel import gather, gather_loop, heads
-from nsa_layer.context_parallel.layout import ShardLayout, query_shards
+from nsa_layer.context_parallel.layout import query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
@@ -96,7 +95,7 @@ def take_heads(group: Any) -> None:
     assert (cp.mode_of(3), cp.mode_of(8), cp.mode_of(8, gather=True)) == ("gather", "heads", "gather")
     q, k = torch.randn(1, 16, 8, 8), torch.randn(1, 16, 2, 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "attend", None)
+        patch.setattr(heads, "attend_layer", None)
         nsa(q[:, :, :3], q[:, :, :3], q[:, :, :3], config=SMALL, cp=cp)
         with pytest.raises(TypeError, match="not callable"):
             nsa(q, k, k, config=SMALL, cp=cp)
@@ -127,10 +126,10 @@ def test_long_calls_gather_what_is_less(T: int, Hq: int, Hkv: int, ranks: int, b
 @pytest.mark.parametrize("list_heads", [8, 32])
 def test_memory_is_planned_for_lists_of_the_heads_of_a_rank(list_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
-    monkeypatch.setattr(heads, "plan_memory", lambda sizes, *_: planned.append(sizes) or SimpleNamespace(kept=[True]))
+    monkeypatch.setattr(gather, "plan_memory", lambda sizes, *_: planned.append(sizes) or SimpleNamespace(kept=[True]))
     q, k, v, lists = (torch.empty(1, 64, count, 4, device="meta") for count in (32, 8, 8, list_heads))
-    given = Arguments(CallTensors(q, k, v, block_indices=lists), SMALL, None, None, True)
-    heads._policy(given, ShardLayout((32,) * 4, 2, "zigzag"), SimpleNamespace(size=2), MemoryPolicy())
+    tensors, spec = CallTensors(q, k, v, block_indices=lists), CallSpec(SMALL, True, 1.0)
+    gather.kept_of_shard(tensors, 128, MemoryPolicy(), spec=spec, queries=128, ranks=2)
     (sizes,) = planned
     assert (sizes.tokens, sizes.Hq, sizes.Hkv, sizes.rows, sizes.list_width) == (128, 16, 4, 32 // list_heads, 4)
     assert predict(sizes, 1, (True,) * 3)["forward"] > 0
