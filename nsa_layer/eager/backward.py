@@ -17,7 +17,7 @@ from nsa_layer.call_spec import (
     equal_gates,
 )
 from nsa_layer.eager.chunk_attention import attend_chunks_backward, visible_compressed, visible_window
-from nsa_layer.eager.forward import batches, compressed, computed
+from nsa_layer.eager.forward import batches, compressed, to_compute_dtype
 from nsa_layer.eager.list_attention import attend_lists_backward
 from nsa_layer.eager.pooling import mean_pool_backward
 from nsa_layer.profiler_ranges import component
@@ -55,8 +55,8 @@ def _backward_batch(
     window_offset: int,
 ) -> None:
     """Add the gradients of a batch of `batches` to ``sums``; g is [B, T, Hq, 3], the LSEs are [B, T, Hq]."""
-    (q, k, v, do), config, where = map(computed, (*batch[:3], do)), spec.config, dict(spec=spec, q_offset=q_offset)
-    scale, lists = dict(softmax_scale=spec.softmax_scale), batch.block_indices
+    (q, k, v, do), lists, config = map(to_compute_dtype, (*batch[:3], do)), batch.block_indices, spec.config
+    where, scale = dict(spec=spec, q_offset=q_offset), dict(softmax_scale=spec.softmax_scale)
     if spec.branches == SELECTED_ALONE:
         with component("slc"):
             *grads, _ = attend_lists_backward(do, q, k, v, lists, lse_slc, torch.ones_like(lse_slc), **where)
@@ -75,7 +75,7 @@ def _backward_batch(
     dg_swa = torch.zeros_like(dg_cmp)
     if config.window_size:
         with component("swa"):
-            keys, visible = map(computed, batch.of_window), visible_window(spec, window_offset)
+            keys, visible = map(to_compute_dtype, batch.of_window), visible_window(spec, window_offset)
             *grads, dg_swa = attend_chunks_backward(do, q, *keys, visible, lse_swa, g_swa, **scale)
         _add((sums.q, *sums.of_window), grads)
     with component("gate"):

@@ -85,7 +85,8 @@ def _forward_batch(
     batch: CallTensors, spec: CallSpec, width: int, q_offset: int, window_offset: int
 ) -> tuple[Tensor | None, ...]:
     """o, selected blocks [B, M, Hs, width], gates and the branches' LSEs [B, T, Hq]; None where there are none."""
-    (q, k, v), config, lists, scale = map(computed, batch[:3]), spec.config, batch.block_indices, spec.softmax_scale
+    (q, k, v), lists = map(to_compute_dtype, batch[:3]), batch.block_indices
+    config, scale = spec.config, spec.softmax_scale
     if spec.branches == SELECTED_ALONE:
         with component("slc"):
             o, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
@@ -94,7 +95,7 @@ def _forward_batch(
     if config.window_size:
         with component("swa"):
             visible = visible_window(spec, window_offset)
-            o_swa, lse_swa = attend_chunks(q, *map(computed, batch.of_window), visible, softmax_scale=scale)
+            o_swa, lse_swa = attend_chunks(q, *map(to_compute_dtype, batch.of_window), visible, softmax_scale=scale)
     with component("compress"):
         (_, k_exact, k_cmp), (_, _, v_cmp) = (compressed(batch, name, config) for name in "kv")
     with component("cmp"):
@@ -113,8 +114,8 @@ def _forward_batch(
     return o, selected, None if batch.gate == "none" else g, lse_cmp, lse_slc, lse_swa
 
 
-def computed(x: Tensor) -> Tensor:
-    """x in the dtype that is computed in."""
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """x as it enters products and sums: on a CPU in the accumulation dtype."""
     return x.to(accumulation_dtype(x.dtype)) if x.device.type == "cpu" else x
 
 
@@ -124,7 +125,7 @@ def compressed(batch: CallTensors, name: str, config: NSAConfig) -> tuple[Tensor
     if exact is None:
         mean = mean_pool(x, config=config)
         exact = project(mean, getattr(batch, f"compress_{name}_weight"))
-    return mean, exact, computed(exact.to(x.dtype))
+    return mean, exact, to_compute_dtype(exact.to(x.dtype))
 
 
 def gate_values(q: Tensor, gate_weight: Tensor | None, gates: Tensor | None) -> Tensor:

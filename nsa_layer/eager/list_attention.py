@@ -174,8 +174,9 @@ def _chunks(q: Tensor, lists: Tensor, S: int, spec: CallSpec, q_offset: int) -> 
     N = -(-S // size)
     lists = lists.transpose(1, 2).flatten(0, 1).sort(-1).values
     lists[..., 1:].masked_fill_(lists.diff() == 0, -1)
-    # With fewer pairs than a few tiles for each block most slots were empty, unless queries share a list.
-    count = max(CPU_PAIRS if q.device.type == "cpu" else GPU_PAIRS, 4 * TILE * N // spec.q_tile)
+    # With fewer pairs than a few tiles for each block most slots were empty; on a CPU queries of a tile share blocks.
+    cpu = q.device.type == "cpu"
+    count = max(CPU_PAIRS, 4 * TILE * N // spec.q_tile) if cpu else max(GPU_PAIRS, 4 * TILE * N)
     step = max(1, count // lists.shape[2])
     together = max(1, step // T)
     for head in range(0, R, together):
