@@ -65,7 +65,7 @@ def test_what_is_computed_again_is_as_asked(recompute: str, kept: tuple[bool, bo
 
 
 def small_case(lengths: tuple[int, ...] | None, gate: str, deterministic: bool) -> Case:
-    q_tile = 1 if lengths is None else 128
+    q_tile = 128 if lengths else 32 if gate == "given" else 1
     config = NSAConfig(deterministic=deterministic, block_counts=6, q_tile=q_tile, window_size=200)
     sizes = dict(T=1000, Hq=12, Hkv=3, D=128, dtype=torch.bfloat16)
     return Case(**sizes, config=config, lengths=lengths, gate=gate, compress_weights=gate != "none")

@@ -113,29 +113,20 @@ def assert_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
             assert x.dtype == y.dtype and error < 0.02, (i, float(error))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["lengths", "packings"])
 @pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
-def test_one_graph_serves_every_length(options: dict, place: Place) -> None:
+def test_one_graph_serves_every(options: dict, packed: bool, place: Place) -> None:
     module, counter = layer(place, **options), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, fullgraph=True, backend=counter)
-    for T in place.lengths:
-        x = place.tokens(2, T).requires_grad_()
-        torch._dynamo.mark_dynamic(x, 1)
+    compiled, tokens = torch.compile(module, fullgraph=True, backend=counter), place.tokens(place.total)
+    for size in place.packings if packed else place.lengths:
+        x = (tokens if packed else place.tokens(2, size)).requires_grad_()
+        starts = place.starts(size) if packed else None
+        if not packed:
+            torch._dynamo.mark_dynamic(x, 1)
         of = (x, *module.parameters())
-        assert_same(gradients(compiled(x), *of), gradients(module(x), *of))
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
-def test_one_graph_serves_every_packing(options: dict, place: Place) -> None:
-    module, counter = layer(place, **options), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, fullgraph=True, backend=counter)
-    x = place.tokens(place.total).requires_grad_()
-    of = (x, *module.parameters())
-    for lengths in place.packings:
-        starts = place.starts(lengths)
         assert_same(gradients(compiled(x, cu_seqlens=starts), *of), gradients(module(x, cu_seqlens=starts), *of))
     assert counter.frame_count == 1
-    if place is CPU:
+    if packed and place is CPU:
         with pytest.raises(ValueError, match="cu_seqlens must end at the 60 tokens"):
             compiled(x, cu_seqlens=starts - torch.tensor([0, 0, 0, 1], dtype=torch.int32))
 

@@ -338,10 +338,11 @@ def test_the_selected_branch_of_nsa_on_the_kernels(by_head: bool, q_tile: int) -
     gates = torch.tensor([0.0, 1.0, 0.0], device="cuda").repeat(2, 300, 8, 1)
     leaves = [given[name].detach().requires_grad_() for name in "qkv"]
     options = dict(config=NSAConfig(q_tile=q_tile), gates=gates, block_indices=given["block_indices"])
-    o = nsa(*leaves, **options, backend="cute")
-    assert o.equal(alone["o"])
-    for x, name in zip(torch.autograd.grad(o, leaves, do), ("dq", "dk", "dv"), strict=True):
-        torch.testing.assert_close(x, alone[name], rtol=2**-7, atol=2**-7)
+    for memory in (MemoryPolicy(), MemoryPolicy(budget=0)):  # all heads at once, and in groups
+        o = nsa(*leaves, **options, memory=memory, backend="cute")
+        assert o.equal(alone["o"])
+        for x, name in zip(torch.autograd.grad(o, leaves, do), ("dq", "dk", "dv"), strict=True):
+            torch.testing.assert_close(x, alone[name], rtol=2**-7, atol=2**-7)
 
 
 @pytest.fixture
