@@ -10,6 +10,8 @@ from fa_compile import Worker, built_kernels, in_order
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
 from flash_attn.cute.compressed_causal.schedule import QueryShares, first_query_tile, forward_tile, query_shares
+from fuzz.attention import backward, forward, make_inputs, outputs
+from fuzz.case import Attention as Case
 
 PAIRS = [(factor, offset) for factor in (1, 2, 3, 5, 16) for offset in (-40, -3, 0, 1, factor - 1, factor + 4, 31)]
 TILES = [(4, 4), (8, 4), (4, 8), (6, 16)]
@@ -260,23 +262,20 @@ def test_the_tile_is_for_calls_that_leave_room() -> None:
     assert forward_tile(128, 128, 4, plain=False) is None
 
 
-def kernels(Hkv: int, deterministic: bool) -> tuple[tuple[int, int], bool]:
+def kernels(deterministic: bool) -> tuple[tuple[int, int], bool]:
     """The forward kernel's tile, and whether backward shares queries."""
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-    q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    k, v = (torch.empty(1, 64, Hkv, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    lse = torch.empty(1, 4, 4096, device="cuda")
-    with built_kernels("FlashAttentionForwardSm90") as forward:
-        _flash_attn_fwd(q, k, v, **OPTIONS)
-    with built_kernels("FlashAttentionBackwardSm90", traced=True) as backward:
-        _flash_attn_bwd(q, k, v, o, do, lse, deterministic=deterministic, **OPTIONS)
-    return (forward[0].tile_m, forward[0].tile_n), backward[0].splits_queries
+    case = Case(D=128, B=1, T_q=4096, T_k=64, compress=(64, 63), deterministic=deterministic)
+    x = make_inputs(case)
+    with built_kernels("FlashAttentionForwardSm90") as forwards:
+        forward(case, x)
+    with built_kernels("FlashAttentionBackwardSm90", traced=True) as backwards:
+        backward(case, x, *outputs(case, x))
+    return (forwards[0].tile_m, forwards[0].tile_n), backwards[0].splits_queries
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_kernels_follow_the_plan(compiler_sm90: Worker, deterministic: bool) -> None:
-    assert compiler_sm90.trace(kernels, 2, deterministic) == ((192, 80), True)
+    assert compiler_sm90.trace(kernels, deterministic) == ((192, 80), True)
 
 
 @pytest.mark.gpu

@@ -146,7 +146,7 @@ def test_deterministic_adds_are_in_the_order_of_the_launch(
 
 def kernels(deterministic: bool) -> tuple[bool, str]:
     """True if backward stores first, and the scheduler that it was traced with."""
-    from flash_attn.cute import flash_bwd_sm90, interface
+    from flash_attn.cute import flash_bwd_sm90
     from flash_attn.cute.bwd_sm90.accumulators import LastKeysFirstScheduler
 
     found: list[tuple[str, bool]] = []
@@ -154,15 +154,14 @@ def kernels(deterministic: bool) -> tuple[bool, str]:
     def note(scheduler: Any, **where: Any) -> tuple[str, bool]:
         return type(built[-1]).__name__ if built else "", isinstance(scheduler, LastKeysFirstScheduler)
 
-    q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    k, v = (torch.empty(1, 64, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    lse, pair = torch.empty(1, 4, 4096, device="cuda"), dict(causal=True, compress_factor=64, compress_offset=63)
+    case = replace(FIXED, B=1, T_q=4096, T_k=64, deterministic=deterministic)
+    x = make_inputs(case)
     with (
         built_kernels("FlashAttentionBackwardSm90", traced=True) as built,
         noted(flash_bwd_sm90.SingleTileScheduler, "get_current_work", note, found),
         noted(LastKeysFirstScheduler, "get_current_work", note, found),
     ):
-        interface._flash_attn_bwd(q, k, v, o, do, lse, deterministic=deterministic, **pair)
+        backward(case, x, *outputs(case, x))
     orders = {of_last for name, of_last in found if name == "FlashAttentionBackwardSm90"}
     return built[0].writes_first, str(sorted(orders))
 

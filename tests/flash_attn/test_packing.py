@@ -218,16 +218,10 @@ def test_only_the_first_dimension_of_a_grid_grows(compiler: Worker, case: Case) 
 
 def grids_of_compressed_causal() -> list[tuple[int | None, ...]]:
     """Grids of forward and backward, deterministic too, and from the last keys to the first where there are few."""
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-    q = torch.empty(70_000, 256, 4, 128, dtype=torch.bfloat16, device="cuda")
-    k = torch.empty(70_000, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
-    compress = dict(causal=True, compress_factor=64, compress_offset=63)
-    with recorded_grids() as grids:
-        o, lse, *_ = _flash_attn_fwd(q, k, k, **compress, return_lse=True)
-        for deterministic in (False, True):
-            _flash_attn_bwd(q, k, k, o, o, lse, **compress, deterministic=deterministic)
-    return grids
+    case = Case(D=128, B=70_000, T_q=256, T_k=4, compress=(64, 63))
+    return [
+        grid for deterministic in (False, True) for grid in grids_of_case(replace(case, deterministic=deterministic))
+    ]
 
 
 def test_compressed_causal(compiler: Worker) -> None:
