@@ -90,6 +90,10 @@ class Shape:
             shapes["q_offset"] = ((len(self.lengths or range(self.B)),), torch.int32)
         return CallTensors(**{name: torch.empty(of, dtype=kind, device=device) for name, (of, kind) in shapes.items()})
 
+    def request(self) -> dict[str, object]:
+        """Fields of `support.Request`, but the architecture."""
+        return dict(dtype=self.dtype, D=self.D, Dv=self.Dv, config=self.config, needs_grad=self.backward)
+
     def sizes(self) -> Sizes:
         """The sizes that predictions of memory depend on."""
         return Sizes.of(self.tensors(), spec=self.spec(), needs_grad=self.backward)
@@ -102,9 +106,8 @@ class Shape:
     def describe(self) -> str:
         """The shape in one line."""
         packed = "" if self.lengths is None else f" in {len(self.lengths)} packed sequences"
-        return (
-            f"B={self.B} T={self.T:,}{packed} Hq={self.Hq} Hkv={self.Hkv} D={self.D} Dv={self.Dv} {self.dtype_name()}"
-        )
+        heads = f"Hq={self.Hq} Hkv={self.Hkv} D={self.D} Dv={self.Dv}"
+        return f"B={self.B} T={self.T:,}{packed} {heads} {self.dtype_name()}"
 
     def dtype_name(self) -> str:
         return next(name for name, full in DTYPES.items() if getattr(torch, full) is self.dtype)

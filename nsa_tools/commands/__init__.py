@@ -26,9 +26,8 @@ def usage() -> str:
     """The list of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        ["usage: python -m nsa_layer COMMAND [OPTION ...]", "", *lines, "", "COMMAND --help lists options."]
-    )
+    first, last = "usage: python -m nsa_layer COMMAND [OPTION ...]", "COMMAND --help lists options."
+    return "\n".join([first, "", *lines, "", last])
 
 
 def main(argv: list[str]) -> int:

@@ -22,9 +22,7 @@ from nsa_tools.report.results import CHART_SUFFIXES, FAILED, provenance, read_be
 
 # By option, those that are not read where it is given. Steps of decoding have no gradient, and on a GPU are in graphs.
 OF_ROWS = ("--chart", "--variants", "--graph", "--dense-limit-seconds", "--error-rows")
-UNREAD = {
-    "--decode": (*OF_ROWS, "--packed", "--head-dim-v", "--data", "--budget", "--recompute"),
-}
+UNREAD = {"--decode": (*OF_ROWS, "--packed", "--head-dim-v", "--data", "--budget", "--recompute")}
 
 
 def main(argv: list[str]) -> int:

@@ -98,8 +98,7 @@ def _calls(arch: int, options: argparse.Namespace) -> list[Shape]:
     if options.seqlen is None:
         return all_calls(arch) if options.all else covering_calls(arch)
     calls = shapes(options)
-    one = calls[0]
-    missing = missing_feature(Request(arch, one.dtype, one.D, one.Dv, one.config, one.backward))
+    missing = missing_feature(Request(arch, **calls[0].request()))
     if missing is not None:
         raise NotImplementedError(f"sm_{arch}: the kernels do not support {missing}; --arch names others")
     return calls

@@ -56,9 +56,7 @@ def table(result: list[dict]) -> str:
             row += [one["status"], ""] if peak is None else [gib(peak), f"{peak / expected['peak']:.2f}"]
         rows.append(row)
     header = ["T", "groups, kept", "q, k, v", *parts[:-1], "predicted peak"]
-    title = (
-        "GiB; peaks are above q, k and v. Groups of key/value heads run in turn; branch outputs are kept for backward."
-    )
+    title = "GiB; peaks are above q, k and v. Groups of heads run in turn; branch outputs are kept for backward."
     return f"{title}\n\n" + markdown(header + (["measured peak", "measured / predicted"] if measured else []), rows)
 
 

@@ -130,10 +130,10 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     config = NSAConfig(**{name: getattr(args, name) for name in named})
     device = usable_device(args.device)
     dtype = getattr(torch, DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")])
-    own = (args.heads, args.kv_heads)
-    Hq, Hkv = (preset if heads is None else heads for heads, preset in zip(own, PRESETS[args.shape]))
-    sizes = dict(B=args.batch, Hq=Hq, Hkv=Hkv, D=args.head_dim)
-    sizes["Dv"] = args.head_dim if args.head_dim_v is None else args.head_dim_v
+    named = zip((args.heads, args.kv_heads), PRESETS[args.shape])
+    Hq, Hkv = (preset if heads is None else heads for heads, preset in named)
+    Dv = args.head_dim if args.head_dim_v is None else args.head_dim_v
+    sizes = dict(B=args.batch, Hq=Hq, Hkv=Hkv, D=args.head_dim, Dv=Dv)
     for name, size in sizes.items() | {("T", T) for T in args.seqlen}:
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
@@ -142,11 +142,10 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     if args.packed is not None and args.batch != 1:
         raise ValueError(f"--packed is for sequences without a batch, got --batch {args.batch}")
     budget = None if args.budget is None else int(args.budget * (1 << 30))
-    what = dict(backward=args.mode == "both", gate="none" if getattr(args, "ungated", False) else "weight")
-    what |= dict(projected=getattr(args, "compress_weights", False))
     policy = MemoryPolicy(budget=budget, recompute=args.recompute)
-    what |= dict(data=getattr(args, "data", "random"))
-    static = dict(dtype=dtype, device=args.device, config=config, policy=policy, **sizes, **what)
+    what = dict(backward=args.mode == "both", gate="none" if getattr(args, "ungated", False) else "weight")
+    what |= dict(data=getattr(args, "data", "random"), config=config, policy=policy)
+    static = dict(dtype=dtype, device=args.device, **sizes, **what)
     lengths = {T: None if args.packed is None else long_tailed(T, args.packed) for T in args.seqlen}
     return [Shape(T=T, lengths=lengths[T], **static) for T in args.seqlen]
 
@@ -157,6 +156,4 @@ def backend_of(shape: Shape, backend: str | None) -> str:
     Raises:
         ValueError, NotImplementedError: it cannot run; the message says why.
     """
-    device = torch.device(shape.device)
-    options = dict(dtype=shape.dtype, D=shape.D, Dv=shape.Dv, config=shape.config, needs_grad=True)
-    return support.choose_backend(backend, device=device, **options)
+    return support.choose_backend(backend, device=torch.device(shape.device), **shape.request())

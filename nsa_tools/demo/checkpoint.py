@@ -16,11 +16,7 @@ FORMAT = "nsa-demo-1"
 
 
 def save_checkpoint(
-    path: Path,
-    *,
-    step: int,
-    models: dict[str, torch.nn.Module],
-    optimizers: dict[str, torch.optim.Optimizer],
+    path: Path, *, step: int, models: dict[str, torch.nn.Module], optimizers: dict[str, torch.optim.Optimizer]
 ) -> None:
     """Replace the checkpoint; a run that is stopped meanwhile keeps the old one."""
     tensors = {"rng.cpu": torch.get_rng_state()}
@@ -35,17 +31,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path,
-    *,
-    models: dict[str, torch.nn.Module],
-    optimizers: dict[str, torch.optim.Optimizer],
-    device: str,
+    path: Path, *, models: dict[str, torch.nn.Module], optimizers: dict[str, torch.optim.Optimizer], device: str
 ) -> int:
-    """Load what `save_checkpoint` wrote into models and optimizers, and return its step.
-
-    Raises:
-        DemoError: the file is missing, damaged, or not of these models.
-    """
+    """Load models and optimizers and return the step; DemoError for a missing or damaged file, or other models."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}

@@ -40,14 +40,10 @@ def standard_library() -> list[Path]:
 
 
 def load_text(paths: Sequence[str | Path], *, seqlen: int) -> Text:
-    """Read files and hold out every tenth of them; of fewer than ten, the last tenth of each.
-
-    Args:
-        paths: files in order; empty: `standard_library`.
-        seqlen: each part must hold at least one sequence of this many tokens and the byte after it.
+    """Read files (of none, the standard library) and hold out every tenth; of fewer than ten, the last tenth of each.
 
     Raises:
-        DemoError: a file cannot be read, or a part is too short.
+        DemoError: a file cannot be read, or a part is shorter than a sequence and the byte after it.
     """
     files = [Path(path) for path in paths] or standard_library()
     if not files:
@@ -55,12 +51,10 @@ def load_text(paths: Sequence[str | Path], *, seqlen: int) -> Text:
     contents = [_read(path) for path in files]
     if len(contents) < HELD_OUT_EVERY:
         cuts = [len(content) - len(content) // HELD_OUT_EVERY for content in contents]
-        train = b"".join(content[:cut] for content, cut in zip(contents, cuts))
-        held_out = b"".join(content[cut:] for content, cut in zip(contents, cuts))
     else:
-        last = HELD_OUT_EVERY - 1
-        train = b"".join(content for i, content in enumerate(contents) if i % HELD_OUT_EVERY != last)
-        held_out = b"".join(contents[last::HELD_OUT_EVERY])
+        cuts = [len(content) * ((i + 1) % HELD_OUT_EVERY > 0) for i, content in enumerate(contents)]
+    train = b"".join(content[:cut] for content, cut in zip(contents, cuts))
+    held_out = b"".join(content[cut:] for content, cut in zip(contents, cuts))
     for name, part in (("training", train), ("held-out", held_out)):
         if len(part) <= seqlen:
             raise DemoError(

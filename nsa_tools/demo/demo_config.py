@@ -108,10 +108,7 @@ class DemoConfig:
     def nsa(self) -> NSAConfig:
         """The operator's options."""
         return NSAConfig(
-            block_size=self.block_size,
-            block_counts=self.block_counts,
-            q_tile=self.q_tile,
-            window_size=self.window_size,
+            block_size=self.block_size, block_counts=self.block_counts, q_tile=self.q_tile, window_size=self.window_size
         )
 
     def differences(self, saved: dict[str, object]) -> list[str]:

@@ -21,8 +21,8 @@ class DenseAttention(nn.Module):
 
     def __init__(self, dim: int, *, num_heads: int, num_kv_heads: int, rope: nn.Module) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.rope = num_heads, num_kv_heads, rope
-        D = dim // num_heads
+        self.rope, self.head_dim = rope, dim // num_heads
+        D = self.head_dim
         self.q_proj = nn.Linear(dim, num_heads * D, bias=False)
         self.k_proj = nn.Linear(dim, num_kv_heads * D, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * D, bias=False)
@@ -30,14 +30,10 @@ class DenseAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, dim] -> [B, T, dim]."""
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1))
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.rope(q, k, torch.arange(x.shape[1], device=x.device))
-        grouped = self.num_heads != self.num_kv_heads
-        o = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
-        )
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(o.transpose(1, 2).flatten(-2))
 
 

@@ -76,10 +76,8 @@ def summary_table(models: dict[str, ByteModel], text: Text, log: MetricsLog, con
     for name, model in models.items():
         train, held_out = log.select("train", name), log.select("held_out", name)
         seconds = [record["seconds"] for record in train[UNTIMED_STEPS:] or train]
-        step = statistics.median(seconds) if seconds else math.nan
-        loss = held_out[-1]["loss"] if held_out else math.nan
-        parameters = sum(p.numel() for p in model.parameters())
-        rate = config.batch * config.seqlen / step
+        step, loss = statistics.median(seconds or [math.nan]), held_out[-1]["loss"] if held_out else math.nan
+        parameters, rate = sum(p.numel() for p in model.parameters()), config.batch * config.seqlen / step
         peak = _peak_of_step(model, text, config) / 2**20
         cells = [f"{parameters:,}", len(train), f"{loss:.3f}", f"{loss / math.log(2):.3f}"]
         rows.append([NAMES[name], *cells, f"{step * 1e3:.1f}", f"{rate:,.0f}", f"{peak:,.1f}"])

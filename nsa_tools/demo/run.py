@@ -48,7 +48,6 @@ def run_demo(config: DemoConfig, out: Path, *, resume: bool = False, started: fl
     if resume:
         step = load_checkpoint(checkpoint, models=models, optimizers=optimizers, device=config.device)
     else:
-        _move_aside(out)
         _make_folder(out)
     write_json(out / "config.json", describe(config, text, models))
     log = MetricsLog(out / "metrics.jsonl", up_to_step=step)
@@ -77,23 +76,19 @@ def describe(config: DemoConfig, text: Text, models: dict[str, ByteModel]) -> di
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
     }
-    source = {"files": text.files, "sha256": text.sha256, "train_bytes": len(text.train)}
+    sizes = dict(train_bytes=len(text.train), held_out_bytes=len(text.held_out))
     return {
         "demo": asdict(config),
         "nsa": asdict(config.nsa()),
-        "text": source | {"held_out_bytes": len(text.held_out)},
+        "text": dict(files=text.files, sha256=text.sha256, **sizes),
         "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
         "machine": machine,
     }
 
 
 def check_folder(out: Path, config: DemoConfig, text: Text, *, resume: bool) -> None:
-    """Refuse a folder that this run would spoil.
-
-    Raises:
-        DemoError: ``out`` is no folder, holds other files, or a run of another configuration or text; with
-            ``resume``, it holds no checkpoint.
-    """
+    """Raise DemoError for what is no folder, or holds other files or a run of another configuration or text; with
+    ``resume`` for one without a checkpoint."""
     if out.exists() and not out.is_dir():
         raise DemoError(f"--out {out} must be a folder, it is a file")
     saved = _saved_run(out)
@@ -129,18 +124,14 @@ def _saved_run(out: Path) -> dict[str, object] | None:
 
 
 def _make_folder(out: Path) -> None:
+    """Make it; an earlier run of the same configuration is kept beside the new one, under the first free number."""
+    if (out / "config.json").exists():
+        number = 1
+        while (kept := out.with_name(f"{out.name}.{number}")).exists():
+            number += 1
+        out.rename(kept)
+        print(f"{out} held an earlier run of this configuration: it is now {kept}", file=sys.stderr)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DemoError(f"--out {out} cannot be made: {error.strerror}") from error
-
-
-def _move_aside(out: Path) -> None:
-    """Keep an earlier run of the same configuration beside the new one, under the first free number."""
-    if not (out / "config.json").exists():
-        return
-    number = 1
-    while (kept := out.with_name(f"{out.name}.{number}")).exists():
-        number += 1
-    out.rename(kept)
-    print(f"{out} held an earlier run of this configuration: it is now {kept}", file=sys.stderr)

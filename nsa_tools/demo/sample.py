@@ -39,8 +39,8 @@ def continue_text(
             logits = model(tokens)[0, end - 1]
         else:
             logits, cached = model(tokens[:, cached:end], caches=caches)[0, -1], end
-        logits = logits.cpu() / TEMPERATURE
-        tokens[0, end] = torch.multinomial(logits.softmax(-1), 1, generator=generator).item()
+        p = (logits.cpu() / TEMPERATURE).softmax(-1)
+        tokens[0, end] = torch.multinomial(p, 1, generator=generator).item()
         end += 1
     return tokens[0, len(prompt) : end].cpu()
 

@@ -115,7 +115,8 @@ class Training:
         with tqdm(total=self.config.steps, initial=step, unit="step", dynamic_ncols=True) as bar:
             while step < self.config.steps and time.monotonic() < self.deadline and stop.signal is None:
                 records = self.each(lambda name: self._learn(name, step), self.models)
-                bar.set_postfix_str(", ".join(map(_summary, records)), refresh=False)
+                said = (f"{r['model']} {r['loss']:.3f} {r['tokens_per_second']:,.0f} tokens/s" for r in records)
+                bar.set_postfix_str(", ".join(said), refresh=False)
                 for record in records:
                     self.log.write(**record)
                 step += 1
@@ -148,7 +149,8 @@ class Training:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         value = loss.item()
-        _synchronize(config.device)
+        if torch.device(config.device).type == "cuda":
+            torch.cuda.synchronize(config.device)
         seconds = time.perf_counter() - begin
         if not math.isfinite(value):
             raise FloatingPointError(f"the training loss of {name} is {value} at step {step}; try a smaller --lr")
@@ -169,12 +171,3 @@ class Training:
         model.eval()
         losses = [model.loss(window[None].to(config.device)).item() for window in windows]
         return math.fsum(losses) / len(losses)
-
-
-def _summary(record: dict[str, object]) -> str:
-    return f"{record['model']} {record['loss']:.3f} {record['tokens_per_second']:,.0f} tokens/s"
-
-
-def _synchronize(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)

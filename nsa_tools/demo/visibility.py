@@ -62,13 +62,8 @@ def visibility_figure(model: ByteModel, tokens: torch.Tensor, *, config: NSAConf
     grid = figure.subplots(len(shown), panels, squeeze=False)
     for row, layer in zip(grid, shown):
         _draw_layer(row, layers[layer], f"layer {layer + 1} of {len(layers)}", heads, len(tokens), config)
-    figure.suptitle(
-        "Tokens that each query sees, per branch (pale: as part of a block's mean); in brackets the branch's mean gate",
-        color=INK,
-        fontsize=11,
-        x=0.01,
-        ha="left",
-    )
+    title = "Tokens that each query sees, per branch (pale: as part of a block's mean); in brackets its mean gate"
+    figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left")
     return to_png(figure)
 
 
@@ -77,10 +72,9 @@ def _draw_layer(row: object, aux: Aux, name: str, heads: range, T: int, config: 
     lists = aux.block_indices[0].cpu()
     gates = dict(zip(BRANCHES, aux.gates[0].float().mean((0, 1)).tolist()))
     panels = [("compressed", f", means of {config.span}", compressed_visible(queries, T, config=config))]
-    panels += [
-        ("selected", f", list of head {head}", selected_visible(queries, T, lists[:, head], config=config))
-        for head in heads
-    ]
+    for head in heads:
+        visible = selected_visible(queries, T, lists[:, head], config=config)
+        panels.append(("selected", f", list of head {head}", visible))
     panels += [("sliding window", "", window_visible(queries, T, config=config))]
     for axes, (branch, which, visible) in zip(row, panels):
         # What is seen only as part of a mean is paler than what is seen itself.

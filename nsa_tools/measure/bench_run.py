@@ -84,10 +84,6 @@ class Bench:
                 self.rows += [replace(row, **skipped) for row in rows]
         found = self._measured(shape, names, once={"dense"} if estimate > SLOW_SECONDS else set())
         self._learn(shape, [row for row in found if row.variant == "dense"])
-        self._add(found)
-
-    def _add(self, found: list[Row]) -> None:
-        """Append rows, compared with the dense ones of the same length and direction."""
         dense = {(row.T, row.direction): row.ms for row in [*self.rows, *found] if row.variant == "dense" and row.ms}
         for row in found:
             base = dense.get((row.T, row.direction))
@@ -101,8 +97,8 @@ class Bench:
         try:
             made = self.make(shape, self.options.backend, sets=sets)
         except Exception as error:
-            for name in rows:
-                _fail(rows[name], rows[name], error)
+            for ways in rows.values():
+                _fail(ways, ways, error)
             return _flat(rows)
         active = self._warm(made, names, once, rows)
         timings, peaks = self._interleave(shape, active, once, rows)
@@ -188,9 +184,8 @@ class Bench:
         return (self.seconds_a_pair or 0.0) * shape.dense_pairs()
 
     def _learn(self, shape: Shape, rows: list[Row]) -> None:
-        longest = max((row.ms for row in rows if row.ms is not None), default=None)
-        if longest is not None:
-            self.seconds_a_pair = longest / 1e3 / shape.dense_pairs()
+        if timed := [row.ms for row in rows if row.ms is not None]:
+            self.seconds_a_pair = max(timed) / 1e3 / shape.dense_pairs()
 
     def _row(self, shape: Shape, variant: str, direction: str) -> Row:
         what = dict(variant=variant, direction=direction, graph=self.options.graph)

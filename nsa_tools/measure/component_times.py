@@ -90,10 +90,8 @@ def profile(shape: Shape, backend: str, *, repeats: int) -> Profile:
         step()
     laps = [lap_times(step, shape.device) for _ in range(repeats)]
     whole = {way: statistics.median(lap[i] for lap in laps) for i, way in enumerate(phases)}
-    if shape.device.startswith("cuda"):
-        rounds, kernels = on_gpu(phases, repeats)
-        return Profile(medians(rounds), whole, kernels)
-    return Profile(medians(on_host(phases, repeats)), whole, [])
+    rounds, kernels = on_gpu(phases, repeats) if shape.device.startswith("cuda") else (on_host(phases, repeats), [])
+    return Profile(medians(rounds), whole, kernels)
 
 
 def on_host(phases: dict[str, Callable[[], object]], repeats: int) -> list[Parts]:

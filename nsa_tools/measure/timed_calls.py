@@ -28,19 +28,15 @@ class Variant:
     do: torch.Tensor | None
 
 
-class Forward:
+def forward_of(variant: Variant) -> Callable[[], torch.Tensor]:
     """Forward alone, without a graph for backward."""
+    rotation = cycle(variant.sets)
 
-    def __init__(self, variant: Variant) -> None:
-        self.variant, self.rotation = variant, cycle(variant.sets)
+    @torch.no_grad()
+    def call() -> torch.Tensor:
+        return variant.attend(**next(rotation))
 
-    def __call__(self) -> torch.Tensor:
-        with torch.no_grad():
-            return self.variant.attend(**next(self.rotation))
-
-    def take(self, device: str) -> dict[str, float]:
-        """Milliseconds by direction."""
-        return {FORWARD: milliseconds(self, device)}
+    return call
 
 
 class Step:
@@ -62,22 +58,19 @@ class Step:
         return shown | {BACKWARD: backward, BOTH: forward + backward}
 
 
-class Replay:
-    """A call captured in CUDA graphs, one for each set of inputs."""
+class Timer:
+    """A call whose time is that of one direction; with ``sets`` replayed from CUDA graphs, one for each of them."""
 
-    def __init__(self, call: Forward | Step, direction: str) -> None:
-        self.direction = direction
-        self.replay = rotating([captured(call, warm_ups=0 if i else 2) for i in range(len(call.variant.sets))])
+    def __init__(self, call: Callable[[], object], direction: str, *, sets: int = 0) -> None:
+        graphs = [captured(call, warm_ups=0 if i else 2) for i in range(sets)]
+        self.call, self.direction = rotating(graphs) if graphs else call, direction
 
     def __call__(self) -> None:
-        self.replay()
+        self.call()
 
     def take(self, device: str) -> dict[str, float]:
         """Milliseconds by direction."""
-        return {self.direction: milliseconds(self, device)}
-
-
-Timer = Forward | Step | Replay
+        return {self.direction: milliseconds(self.call, device)}
 
 
 def variants(shape: Shape, backend: str, *, sets: int) -> dict[str, Variant]:
@@ -94,7 +87,7 @@ def variants(shape: Shape, backend: str, *, sets: int) -> dict[str, Variant]:
     return {name: Variant(name, attend, given, do) for name, attend, given in made}
 
 
-def timers(variant: Variant, *, graph: bool, once: bool = False) -> Iterator[tuple[str, Callable[[], Timer]]]:
+def timers(variant: Variant, *, graph: bool, once: bool = False) -> Iterator[tuple[str, Callable[[], Timer | Step]]]:
     """(direction, how to make it) for every timer of a variant; a failure of the timer is a row of that direction.
 
     Args:
@@ -103,9 +96,10 @@ def timers(variant: Variant, *, graph: bool, once: bool = False) -> Iterator[tup
     if variant.do is not None and once and not graph:
         yield BOTH, lambda: Step(variant, forward_too=True)
         return
-    yield FORWARD, lambda: Replay(Forward(variant), FORWARD) if graph else Forward(variant)
+    sets = len(variant.sets) if graph else 0
+    yield FORWARD, lambda: Timer(forward_of(variant), FORWARD, sets=sets)
     if variant.do is not None:
-        yield BOTH, lambda: Replay(Step(variant), BOTH) if graph else Step(variant)
+        yield BOTH, lambda: Timer(Step(variant), BOTH, sets=sets) if graph else Step(variant)
 
 
 def dense_attention(device: str, packing: dict) -> Attend:

@@ -16,13 +16,7 @@ Call = Callable[[], object]
 
 
 def interleaved(
-    calls: Mapping[str, Call],
-    *,
-    repeats: int,
-    device: str,
-    label: str = "",
-    hide_host: bool = False,
-    warm_ups: int = 2,
+    calls: Mapping[str, Call], *, repeats: int, device: str, label: str = "", hide_host: bool = False, warm_ups: int = 2
 ) -> dict[str, list[float]]:
     """Milliseconds of `repeats` timings of each call, after so many `warm_ups`; its ``prepare()`` is not timed.
 

@@ -25,19 +25,12 @@ def times(rows: Sequence[Row]) -> str:
 
 def notes(rows: Sequence[Row]) -> str:
     """Host time, peak memory, error and union of each row that has one of them."""
-    table = [
-        [
-            *_label(row),
-            row.variant,
-            _number(row.host_us, ".0f"),
-            gib(row.peak_bytes, ".2f"),
-            *_error(row),
-            _number(row.union, ".2f"),
-            row.detail or "",
-        ]
-        for row in rows
-        if row.host_us is not None or row.peak_bytes is not None or row.detail
-    ]
+    table = []
+    for row in rows:
+        if row.host_us is not None or row.peak_bytes is not None or row.detail:
+            cells = [row.variant, _number(row.host_us, ".0f"), gib(row.peak_bytes, ".2f")]
+            errors = [_number(x, ".2g") for x in (row.error, row.eager_error)] + [_number(row.of_limit, ".2f")]
+            table.append([*_label(row), *cells, *errors, _number(row.union, ".2f"), row.detail or ""])
     errors = ["max error of o", "eager's", "of its limit"]
     header = ["T", "shape", "direction", "variant", "host, one call (us)", "peak (GiB)", *errors, "union", ""]
     return markdown(header, table, left=4) if table else ""
@@ -59,10 +52,6 @@ def _time(row: Row) -> str:
     if row.status != MEASURED:
         return row.status
     return f"{row.ms:,.2f}" + ("" if row.over_dense is None else f" ({row.over_dense:.2f}x)")
-
-
-def _error(row: Row) -> list[str]:
-    return [_number(row.error, ".2g"), _number(row.eager_error, ".2g"), _number(row.of_limit, ".2f")]
 
 
 def _number(value: float | None, form: str) -> str:

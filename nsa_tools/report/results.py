@@ -82,13 +82,12 @@ def without_paths(argv: list[str]) -> list[str]:
 
 def environment(device: str) -> dict[str, object]:
     """The GPU, versions and the date, and nothing else about the machine."""
-    cuda = device.startswith("cuda")
-    properties = torch.cuda.get_device_properties(device) if cuda else None
+    properties = torch.cuda.get_device_properties(device) if device.startswith("cuda") else None
     fork = fork_status()
     return {
-        "gpu": properties.name if cuda else None,
-        "gpu_bytes": properties.total_memory if cuda else None,
-        "multiprocessors": properties.multi_processor_count if cuda else None,
+        "gpu": properties and properties.name,
+        "gpu_bytes": properties and properties.total_memory,
+        "multiprocessors": properties and properties.multi_processor_count,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         **{name: version_of(distribution) for name, distribution in PACKAGES.items()},

@@ -19,11 +19,7 @@ from nsa_tools.testing.cases import LSES, Backend, Case, Inputs, Result, make_in
 
 
 def assert_close_to_reference(
-    case: Case,
-    backend: Backend,
-    device: torch.device | str = "cpu",
-    *,
-    block_indices: torch.Tensor | None = None,
+    case: Case, backend: Backend, device: torch.device | str = "cpu", *, block_indices: torch.Tensor | None = None
 ) -> Result:
     """Compare a backend's output, LSEs, gates and every gradient with the fp64 reference, and its choice of blocks.
 
@@ -54,8 +50,10 @@ def assert_close_to_reference(
     rounded = cache(partial(_moved_by_rounding, with_choice, inputs, truth))
     for name, exact in truth.tensors().items():
         acc = accumulation_dtype(case.dtype)
-        _assert_shape(case, name, got.tensors()[name], exact, acc if name in (*LSES, "gates") else case.dtype)
-        given = got.tensors()[name], straight.tensors()[name], exact
+        x, dtype = got.tensors()[name], acc if name in (*LSES, "gates") else case.dtype
+        assert x.shape == exact.shape, f"{name} has shape {tuple(x.shape)}, not {tuple(exact.shape)}\n{case!r}"
+        assert x.dtype == dtype, f"{name} is {x.dtype}, not {dtype}\n{case!r}"
+        given = x, straight.tensors()[name], exact
         _assert_close(case, name, *given, finer, noise.get(name, 0.0), lambda name=name: rounded()[name])
     return got
 
@@ -202,11 +200,6 @@ def rounding_error(stored: torch.dtype, inputs: torch.dtype, largest: float, *, 
     """
     eps, acc_eps = torch.finfo(stored).eps, torch.finfo(accumulation_dtype(inputs)).eps
     return (2 * eps + 4 * acc_eps) * largest + lse * eps
-
-
-def _assert_shape(case: Case, name: str, got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
-    assert got.shape == exact.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(exact.shape)}\n{case!r}"
-    assert got.dtype == dtype, f"{name} is {got.dtype}, not {dtype}\n{case!r}"
 
 
 def _assert_close(

@@ -40,7 +40,8 @@ def covering_calls(arch: int, *, strength: int = 2) -> list[Shape]:
 def combinations(arch: int) -> list[Combination]:
     """Every combination of the options that the kernels of an architecture take."""
     every = (tuple(zip(OPTIONS, values)) for values in itertools.product(*OPTIONS.values()))
-    return [options for options in every if _makes_sense(**dict(options)) and _missing(arch, _call(options)) is None]
+    sensible = (options for options in every if _makes_sense(**dict(options)))
+    return [x for x in sensible if not support.missing_feature(support.Request(arch, **_call(x).request()))]
 
 
 def covering(every: list[Combination], strength: int) -> list[Combination]:
@@ -56,10 +57,6 @@ def covering(every: list[Combination], strength: int) -> list[Combination]:
 def _makes_sense(*, q_tile: int, past: int, gate: str, projected: bool, **_: object) -> bool:
     """True unless queries at an offset would choose by tile, or the kernels are those of other combinations."""
     return (not past or q_tile == 1) and (not past and q_tile in (1, 128) or gate == "weight" and not projected)
-
-
-def _missing(arch: int, call: Shape) -> str | None:
-    return support.missing_feature(support.Request(arch, call.dtype, call.D, call.Dv, call.config, call.backward))
 
 
 def _call(options: Combination) -> Shape:

@@ -18,7 +18,6 @@ from nsa_layer import reference
 from nsa_layer.call_spec import accumulation_dtype
 from nsa_layer.config import NSAConfig
 from nsa_tools.testing.assertions import rounding_of_keys, rounding_of_scores
-from nsa_tools.testing.choices import forced_blocks
 
 ELEMENTS = 1 << 25  # of a chunk's largest matrix
 BRANCHES = ("cmp", "slc", "swa")
@@ -107,17 +106,11 @@ def compressed(x: torch.Tensor, *, config: NSAConfig, dtype: torch.dtype) -> tor
 
 def rows(sequence: Sequence, tokens: torch.Tensor, *, dtype: torch.dtype) -> Rows:
     """Every branch at the queries `tokens`, computed in dtype from all that they see."""
-    s = sequence
-    of_heads = [_rows_of_head(s, head, tokens, dtype) for head in range(s.k.shape[1])]
-    o, lse, row_sums, dq, noise, terms = zip(*of_heads)
-    return Rows(
-        torch.cat(o, dim=1),
-        torch.cat(lse, dim=2),
-        torch.cat(row_sums, dim=2),
-        None if s.do is None else torch.cat(dq, dim=1),
-        torch.stack(noise).amax(0),
-        torch.stack(terms).amax(0),
-    )
+    of_heads = (_rows_of_head(sequence, head, tokens, dtype) for head in range(sequence.k.shape[1]))
+    o, lse, row_sums, dq, *sizes = zip(*of_heads)
+    dq = None if sequence.do is None else torch.cat(dq, dim=1)
+    noise, terms = (torch.stack(x).amax(0) for x in sizes)
+    return Rows(torch.cat(o, dim=1), torch.cat(lse, dim=2), torch.cat(row_sums, dim=2), dq, noise, terms)
 
 
 def _rows_of_head(s: Sequence, head: int, tokens: torch.Tensor, dtype: torch.dtype) -> tuple:
@@ -231,6 +224,15 @@ def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.Se
         values.append(score.masked_fill(~candidates[:, 0], -torch.inf))
         allowed.append((2 * error + 8 * eps) * score + torch.finfo(torch.float32).tiny)
     return reference.SelectionScores(torch.stack(values, dim=1), candidates, forced), torch.stack(allowed, dim=1)
+
+
+def forced_blocks(own: range, blocks: int, config: NSAConfig, *, causal: bool) -> list[int]:
+    """Blocks that a tile lists in any case, the first to be listed first; own: blocks of its tokens."""
+    reach = range(own[0] - config.local_blocks + 1, own[-1] + 1) if config.local_blocks else ()
+    first = range(min(config.init_blocks, blocks))
+    before = {j for j in (*reach, *first) if 0 <= j <= own[-1]}
+    behind = [] if causal else [j for j in first if j > own[-1]]
+    return [*sorted(before, reverse=True), *behind][: config.block_counts]
 
 
 def _token_scores(s: Sequence, tokens: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:

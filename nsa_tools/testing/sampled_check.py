@@ -186,18 +186,14 @@ def _judge(
     yield _judge_choice(sequence, part, tiles)
     judge_rows = partial(judge, at=rows, sampled=f"{len(rows) * shape.Hq:,} rows")
     yield judge_rows("o", got["o"], straight.o, exact.o)
-    yield judge_rows(
-        "lse", lse[:, :, rows].permute(2, 0, 1), *(x.lse.movedim(1, 0) for x in (straight, exact)), is_lse=True
-    )
+    of_lse = lse[:, :, rows].permute(2, 0, 1), *(x.lse.movedim(1, 0) for x in (straight, exact))
+    yield judge_rows("lse", *of_lse, is_lse=True)
     if do is None:
         return
     own_sums = (sums[:, part.batch] if part.batch is not None else part.tokens(sums, dim=1)).contiguous()
     eps = torch.finfo(shape.dtype).eps
-    yield judge_rows(
-        "row sums",
-        *(x.movedim(1, 0) for x in (own_sums[:, rows], straight.row_sums, exact.row_sums)),
-        noise=eps * exact.terms,
-    )
+    of_sums = (x.movedim(1, 0) for x in (own_sums[:, rows], straight.row_sums, exact.row_sums))
+    yield judge_rows("row sums", *of_sums, noise=eps * exact.terms)
     yield judge_rows("dq", got["dq"], straight.dq, exact.dq, noise=eps * exact.noise)
     taken = dict(lse=lse, row_sums=own_sums)
     exact, straight = (row_oracle.keys(sequence, keys, dtype=dtype, **taken) for dtype in (torch.float64, coarse))

@@ -99,11 +99,7 @@ def test_a_folders_configuration_is_changed_by_name_and_checked(tmp_path: Path) 
     for error, message, options in (
         (ValueError, "nsa_gate must be one of 'query', 'input', 'linear', got 'inputs'", dict(nsa_gate="inputs")),
         (ValueError, "nsa_compression must be one of .*, got 'MLP'", dict(nsa_compression="MLP")),
-        (
-            ValueError,
-            "nsa_backend must be one of None, 'cute', .*, got 'gpu'",
-            dict(nsa_backend="gpu"),
-        ),
+        (ValueError, "nsa_backend must be one of None, 'cute', .*, got 'gpu'", dict(nsa_backend="gpu")),
         (ValueError, "unknown NSAConfig fields: blocks", dict(nsa=dict(blocks=3))),
         (TypeError, "block_counts must be an int, got 'many'", dict(nsa=dict(block_counts="many"))),
         (TypeError, "nsa must be an NSAConfig, its fields or None, got int", dict(nsa=8)),

@@ -152,10 +152,7 @@ UNFIT = {
         "--seqlen=1K --q-tile=128 --block-counts=65": "the kernels do not support block_counts above 64",
         "--seqlen=1K --kv-heads=3": "--kv-heads must divide --heads",
     },
-    memory.main: {
-        "--longest": "--longest without a GPU",
-        "--budget=-1": "budget must be at least 0",
-    },
+    memory.main: {"--longest": "--longest without a GPU", "--budget=-1": "budget must be at least 0"},
 }
 
 
