@@ -177,11 +177,7 @@ def long_tailed(total: int, sequences: int, *, seed: int = 0) -> tuple[int, ...]
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of this name, such as "cpu" or "cuda:0"; nothing is allocated on a GPU.
-
-    Raises:
-        ValueError: PyTorch knows no such device, or there is none here.
-    """
+    """The device of this name, such as "cpu" or "cuda:0", or ValueError; nothing is allocated on a GPU."""
     try:
         device = torch.device(name)
         if device.type == "cuda":

@@ -52,11 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def compile_for(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Kernel]:
-    """Compile each kernel of the calls once, in so many processes; yields kernels as they are done.
-
-    Raises:
-        RuntimeError: kernels are not kept on disk.
-    """
+    """Compile each kernel of the calls once, in so many processes; yields kernels as they are done."""
     # Parts of an architecture differ in their number of multiprocessors.
     target = ENVIRONMENT[arch] | {name: os.environ[name] for name in (MULTIPROCESSORS,) if name in os.environ}
     said = compile_calls([call.signature() for call in calls], target=target, jobs=jobs)

@@ -64,10 +64,8 @@ def longest_text(result: dict) -> str:
     """`find_longest` in a line or two."""
     kept = "" if result["kept"] is None else f", {result['kept']} of 3 outputs kept"
     kind = "forward" if result["kept"] is None else "forward and backward"
-    text = (
-        f"longest {kind} in {result['total'] / 2**30:.1f} GiB, in steps of {STEP:,} tokens: "
-        f"predicted {result['predicted']:,} ({result['groups']} groups of heads{kept})"
-    )
+    text = f"longest {kind} in {result['total'] / 2**30:.1f} GiB, in steps of {STEP:,} tokens: "
+    text += f"predicted {result['predicted']:,} ({result['groups']} groups of heads{kept})"
     return text if result["measured"] is None else f"{text}\nmeasured: {result['measured']:,}"
 
 

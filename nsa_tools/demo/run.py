@@ -26,8 +26,7 @@ def run_demo(config: DemoConfig, out: Path, *, resume: bool = False, started: fl
 
     Args:
         config: what to train.
-        out: the folder; a finished or unfinished run of the same configuration that is already there is moved aside
-            unless ``resume``.
+        out: the folder; a run of the same configuration that is already there is moved aside unless ``resume``.
         resume: go on from the checkpoint in ``out``.
         started: when the command began, on the clock of `time.monotonic`; the time budget counts from there.
 

@@ -21,14 +21,8 @@ from nsa_tools.testing.cases import LSES, Backend, Case, Inputs, Result, make_in
 def assert_close_to_reference(
     case: Case, backend: Backend, device: torch.device | str = "cpu", *, block_indices: torch.Tensor | None = None
 ) -> Result:
-    """Compare a backend's output, LSEs, gates and every gradient with the fp64 reference, and its choice of blocks.
-
-    Args:
-        block_indices: lists that the backend is given in place of a choice.
-
-    Raises:
-        AssertionError: naming the tensor and the worst coordinate, with the case ready to paste.
-    """
+    """Compare a backend's output, LSEs, gates and every gradient with the fp64 reference, and its choice of blocks,
+    unless lists are given; an error names the tensor and the worst coordinate, with the case ready to paste."""
     inputs = make_inputs(case, device)
     listed = block_indices is not None
     got = run(backend, inputs, block_indices.to(device) if listed else None)
