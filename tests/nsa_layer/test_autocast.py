@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -55,31 +56,23 @@ def assert_same_bits(got: Tensors, want: Tensors) -> None:
         assert x.dtype == want[name].dtype and torch.equal(x, want[name]), name
 
 
+CALLS = [(backend, "cpu", case) for backend in ("eager", "reference") for case in CASES]
+for backend, case in product(("cute", "eager"), ON_GPU):
+    CALLS.append(pytest.param(backend, "cuda", case, marks=pytest.mark.gpu))
+
+
 @pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("case", CASES, ids=repr)
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-def test_inputs_are_cast(backend: str, case: Case, dtype: torch.dtype, half: torch.dtype) -> None:
+@pytest.mark.parametrize("backend, device, case", CALLS, ids=repr)
+def test_inputs_are_cast(backend: str, device: str, case: Case, dtype: torch.dtype, half: torch.dtype) -> None:
     """Backward under autocast multiplies nothing in half precision that forward did not."""
-    given, too = leaves(case, dtype), backend == "eager" and half == torch.bfloat16
+    if backend == "cute":
+        needs_hopper()
+    given, too = leaves(case, dtype, device), device == "cuda" or backend == "eager" and half == torch.bfloat16
     got = outcome(case, *given, backend, half, autocast=True, backward_too=too)
     want = outcome(case, *given, backend, half, autocast=False)
     assert got["o"].dtype == half and got["gates"].dtype == torch.float32 and got["dq"].dtype == dtype
     assert_same_bits(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("case", ON_GPU, ids=repr)
-@pytest.mark.parametrize("backend", ["cute", "eager"])
-def test_on_a_gpu(backend: str, case: Case, dtype: torch.dtype, half: torch.dtype) -> None:
-    if backend == "cute":
-        needs_hopper()
-    given = leaves(case, dtype, "cuda")
-    got = outcome(case, *given, backend, half, autocast=True, backward_too=True)
-    assert got["dq"].dtype == dtype
-    assert_same_bits(got, outcome(case, *given, backend, half, autocast=False))
 
 
 @pytest.mark.parametrize("case", ON_GPU, ids=repr)

@@ -1,4 +1,4 @@
-"""Block means and their transpose: plans cover every token, kernels compile, numbers are the definition's."""
+"""Block means, their transpose, and rounded sums: plans cover every token, kernels compile, numbers are right."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from fa_compile import Worker
+from fa_compile import Worker, noted
 from kernel_cases import starts
 
 from nsa_layer.config import NSAConfig
+from nsa_layer.cute.chunked import sum_rounded
 from nsa_layer.eager.pooling import mean_pool
 from nsa_layer.kernels.pooling.mean_pool import pool, unpool
 from nsa_layer.kernels.pooling.tiling import SMEM_FLOATS, Pooling, plan_blocks, plan_segments
@@ -186,7 +187,7 @@ def test_without_a_complete_block_nothing_is_launched() -> None:
     assert torch.equal(dk, torch.zeros_like(k)) and torch.equal(dv, torch.zeros_like(k))
 
 
-def filled(like: torch.Tensor) -> torch.Tensor:
+def nan_filled(like: torch.Tensor) -> torch.Tensor:
     return like.fill_(float("nan"))
 
 
@@ -196,7 +197,7 @@ def test_means_are_the_definitions(case: Case) -> None:
     torch.manual_seed(0)
     k, v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
     sizes = [(case.D, dtype) for dtype in case.k_dtypes] + [(case.Dv, case.dtype)]
-    poison = [filled(case.tensor(*of, case.blocks)) for of in sizes]
+    poison = [nan_filled(case.tensor(*of, case.blocks)) for of in sizes]
     del poison
     k_means, v_mean = both(case, k, v, case.starts())
     # Products of a sum of l numbers of size one: fp32 rounding of that sum.
@@ -215,7 +216,7 @@ def test_gradients_are_the_definitions(case: Case) -> None:
     like_k, like_v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
     for dtype in (torch.float32, case.dtype):
         dk_cmp, dv_cmp = (case.tensor(D, dtype, case.blocks) for D in (case.D, case.Dv))
-        dk, dv = filled(like_k), filled(like_v)
+        dk, dv = nan_filled(like_k), nan_filled(like_v)
         unpool(dk_cmp, dv_cmp, dk, dv, **case.starts(), **case.options)
         half_ulp = torch.finfo(case.dtype).eps / 2
         for got, d_cmp, D in ((dk, dk_cmp, case.D), (dv, dv_cmp, case.Dv)):
@@ -267,9 +268,82 @@ def test_rows_past_two_gigabytes() -> None:
     tail = T // 64 * 64 - 128
     expected = x[:, tail : tail + 128].double().unflatten(1, (-1, 64)).mean(2)
     torch.testing.assert_close(mean[:, -2:].double(), expected, rtol=1e-6, atol=1e-6)
-    dx = filled(x)
+    dx = nan_filled(x)
     unpool(mean, mean, dx, torch.empty_like(x), **static)
     torch.testing.assert_close(
         dx[:, tail : tail + 128].float(), (mean[:, -2:] / 64).repeat_interleave(64, 1), rtol=1e-2, atol=0.0
     )
     assert not dx[:, tail + 128 :].any() and not dx.isnan().any()
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Parts [T, H, D] of the first H of `heads` heads; `onto`: the sum is written over the first part."""
+
+    parts: int = 3
+    T: int = 1000
+    H: int = 1
+    heads: int = 8
+    D: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    onto: bool = False
+
+    def rows(self) -> torch.Tensor:
+        shape, stride = (self.T, self.H, self.D), (self.heads * self.D, self.D, 1)
+        return torch.empty_strided(shape, stride, dtype=self.dtype, device="cuda")
+
+
+TAKEN = [
+    Sum(),
+    Sum(parts=4, T=1, dtype=torch.float16),
+    Sum(parts=5, H=3, D=64),
+    Sum(parts=16, T=257, H=8, D=72),
+    Sum(parts=3, T=513, H=2, D=2048),
+    Sum(parts=4, T=7, H=5, heads=5, onto=True),
+    Sum(parts=1),
+    Sum(parts=2),
+    Sum(parts=3, T=0),
+]
+OTHERS = [Sum(parts=17), Sum(D=65), Sum(D=2056), Sum(dtype=torch.float32)]
+
+
+def launches() -> list[list[str]]:
+    """Kernels of the sum of each case that is taken; in a worker."""
+    from nsa_layer.kernels.pooling import rounded_sum
+
+    assert not any(rounded_sum.takes([case.rows()] * case.parts, case.rows()) for case in OTHERS)
+    found = []
+    for case in TAKEN:
+        with noted(rounded_sum, "launch", lambda name, *_: name) as names:
+            total = sum_rounded([case.rows() for _ in range(case.parts)], case.dtype, kernels=True)
+        assert total.shape == (case.T, case.H, case.D) and total.dtype == case.dtype
+        found.append(names)
+    return found
+
+
+def test_kernel_adds_what_it_takes(compiler: Worker) -> None:
+    assert compiler.trace(launches) == [["rounded_sum"] * bool(case.T) for case in TAKEN]
+
+
+def test_rows_of_each_sequence_are_written() -> None:
+    """Rows of a batch are no view of one dimension."""
+    whole, parts = torch.zeros(2, 8, 3, 4, dtype=torch.bfloat16), torch.randn(3, 2, 4, 3, 4)
+    total = sum_rounded(parts, whole.dtype, out=whole[:, 2:6])
+    assert total.equal(parts.sum(0).bfloat16()) and whole[:, 2:6].equal(total)
+    assert not whole[:, :2].any() and not whole[:, 6:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TAKEN + OTHERS, ids=str)
+def test_bits_are_those_of_pytorch(case: Sum, filled: None) -> None:
+    torch.manual_seed(0)
+    parts = [case.rows().normal_().mul_(10.0**i) for i in range(case.parts)]
+    if case.T:
+        for part in parts:
+            part[0, 0, :4] = torch.tensor([-0.0, torch.inf, 1e-7, torch.finfo(case.dtype).max])
+    expected = sum_rounded(parts, case.dtype)
+    out = parts[0] if case.onto else None
+    around = torch.full((case.T, case.heads, case.D), 7.0, dtype=case.dtype, device="cuda")
+    got = sum_rounded(parts, case.dtype, out=around[:, : case.H] if out is None else out, kernels=True)
+    assert torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
+    assert (around[:, case.H :] == 7.0).all()
