@@ -30,7 +30,7 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import CP, define, ranks_of, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.operators.arguments import CONFIG, NAMES, apart, spec_of, static_arguments
+from nsa_layer.operators.layer import CONFIG, NAMES, as_output, spec_of, static_arguments
 from nsa_layer.operators.registration import OPS, is_recorded
 from nsa_layer.saved import with_room
 
@@ -187,7 +187,7 @@ def _run(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:
     with torch.no_grad(), autocast.off(tensors[0].device), torch.cuda.device_of(tensors[0]):
         o, *saved = _called(tensors, static).forward()
         pairs = zip(saved, _capacity(tensors, static), strict=True)
-        saved = (None if of is None else next(apart([with_room(x, of)])) for x, of in pairs)
+        saved = (None if of is None else as_output(with_room(x, of)) for x, of in pairs)
         return [o, *(o.new_empty(0) if x is None else x for x in saved)]
 
 

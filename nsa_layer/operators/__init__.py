@@ -5,7 +5,6 @@ from shapes: lists of packed sequences have room for what any lengths could need
 `selected_attention` on any backend, has a backward that is an operator too; that one cannot be differentiated.
 """
 
-from nsa_layer.operators.arguments import CONFIG, static_arguments
-from nsa_layer.operators.layer import attend
+from nsa_layer.operators.layer import CONFIG, attend, static_arguments
 
 __all__ = ["CONFIG", "attend", "static_arguments"]

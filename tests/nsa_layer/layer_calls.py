@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_layer.call_spec import SELECTED_ALONE, CallTensors
 from nsa_layer.config import ListConfig
 from nsa_layer.operators import static_arguments
-from nsa_layer.operators.arguments import NAMES
+from nsa_layer.operators.layer import NAMES
 from nsa_tools.testing.cases import Case, make_inputs
 
 Tensor = torch.Tensor

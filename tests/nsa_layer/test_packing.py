@@ -218,12 +218,11 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
 def left_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts count as those on a GPU, whose values the host has not read."""
     from nsa_layer import checks, selected
-    from nsa_layer.operators import arguments, layer
+    from nsa_layer.operators import layer
 
     for module in (checks, selected):
         monkeypatch.setattr(module, "leaves_starts_on_gpu", lambda *_: True)
-    for module in (arguments, layer):
-        monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
+    monkeypatch.setattr(layer, "stay_on_gpu", lambda starts: starts is not None)
 
 
 def halves(*heads: int) -> list[Tensor]:
