@@ -48,12 +48,21 @@ class Pages(NamedTuple):
     Attributes:
         table: int32 [B, n], pages of each sequence; a page is a multiple of 64 keys.
         capacity: keys that a sequence may have.
-        window: options of `window_options` for these copies.
+        in_window: int32 [B], the position of each sequence's first query among k_win.
+        starts: int32 [B + 1], of packed k_win.
     """
 
     table: Tensor
     capacity: int
-    window: dict
+    in_window: Tensor
+    starts: Tensor | None
+
+    def of_window(self, varlen: Varlen | None, spec: CallSpec) -> dict:
+        """Options of `window_options`."""
+        if varlen is not None:
+            longest = varlen.longest + spec.config.window_size - 1
+            varlen = varlen._replace(cu_seqlens_k=self.starts, longest_k=longest)
+        return dict(q_offset=self.in_window, varlen=varlen)
 
 
 def forward(
@@ -91,7 +100,7 @@ def forward(
             # The window needs nothing but q, k and v: the GPU has work at once, while the host launches short kernels.
             o_swa = lse_swa = None
             if spec.config.window_size:
-                in_window = where if pages is None else where | pages.window
+                in_window = where if pages is None else where | pages.of_window(varlen, spec)
                 into = None if side_stream is None else new_outputs(q, v)
                 with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
                     o_swa, lse_swa = attend(q, *part.of_window, spec, window_options(**in_window), into)

@@ -15,22 +15,22 @@ sequences at once as `WORKSPACE` bytes hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_slots
+from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_slots
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved, Signature
 from nsa_layer.cute.forward import Pages, forward
 from nsa_layer.cute.host_numbers import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.selected import reads_pages
 from nsa_layer.cute.side_stream import SideStream, side_stream_for
-from nsa_layer.cute.varlen import Varlen, starts_of
+from nsa_layer.cute.varlen import starts_of
 from nsa_layer.kernels.cache_rows.complete import complete_blocks
 from nsa_layer.kernels.cache_rows.invalidate import invalidate_rows
 from nsa_layer.kernels.cache_rows.locate import CacheSlots, locate
@@ -46,6 +46,9 @@ Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
 WORKSPACE = 1 << 31  # bytes of caches that are copied at a time; one sequence's may be more
 READ = ("q", *TOKEN_CACHES, *COMPRESSED_CACHES)  # new rows, which are read 16 bytes at a time
+# The first slot, and the number of rows, of all tokens and compressed keys, of what new ones are made of, of windows.
+TOKENS, COMPRESSED = (CacheSlots.START, CacheSlots.END), (CacheSlots.START, CacheSlots.CMP_END)
+SOURCE, WINDOW = (CacheSlots.SOURCE, CacheSlots.SOURCE_TOKENS), (CacheSlots.WINDOW, CacheSlots.WINDOW_TOKENS)
 
 
 @on_own_device
@@ -77,12 +80,9 @@ def step(
         changes["cu_seqlens_q"] = starts
     call = replace(call, **changes) if changes else call
     few = supports(call, spec)
-    if few and not validate:
-        with component("cache"):
-            return decode_step(call, spec)
-    if spec.bound is not None:  # nobody has checked starts: they lead to rows of q, whatever they are
+    if spec.bound is not None and not few:  # nobody has checked starts: they lead to rows of q, whatever they are
         call = replace(call, cu_seqlens_q=call.cu_seqlens_q.clamp(0, len(call.q)).cummax(0).values)
-    chunk = _Chunk.of(call, spec, memory)
+    chunk = None if few and not validate else _Chunk(call, spec, memory)
     if validate:
         check_slots([not invalid for invalid in chunk.slots[CacheSlots.INVALID].tolist()], call, call.lengths(spec))
     if few:
@@ -135,13 +135,11 @@ def _bytes_copied(call: CachedCall, spec: CallSpec) -> int:
 
 def _unpacked(call: CachedCall) -> CachedCall:
     """A pack of one sequence as a batch."""
-    alone = {
-        name: x.unsqueeze(0) for name in (*READ, "gates", "block_indices") if (x := getattr(call, name)) is not None
-    }
-    return replace(call, cu_seqlens_q=None, max_seqlen_q=None, **alone)
+    tensors = {name: getattr(call, name) for name in (*READ, "gates", "block_indices")}
+    tensors = {name: x if x is None else x.unsqueeze(0) for name, x in tensors.items()}
+    return replace(call, cu_seqlens_q=None, max_seqlen_q=None, **tensors)
 
 
-@dataclass(frozen=True)
 class _Chunk:
     """A call of many queries.
 
@@ -152,76 +150,56 @@ class _Chunk:
         how: the caches are read, see `_how_read`.
     """
 
-    call: CachedCall
-    spec: CallSpec
-    memory: MemoryPolicy
-    slots: Tensor
-    tables: Pair
-    how: str
-
-    @classmethod
-    def of(cls, call: CachedCall, spec: CallSpec, memory: MemoryPolicy) -> _Chunk:
-        config, how, tables = call.config, _how_read(call), (call.page_table, call.cmp_page_table)
+    def __init__(self, call: CachedCall, spec: CallSpec, memory: MemoryPolicy) -> None:
+        self.call, self.spec, self.memory, self.how, config = call, spec, memory, _how_read(call), call.config
+        tables = call.page_table, call.cmp_page_table
         if call.cache_batch_idx is not None:
             tables = (call.cache_batch_idx.unsqueeze(1),) * 2
         compressed = next(iter(call.caches(COMPRESSED_CACHES).values()), None)
         caches = dict(cache=call.k_cache, table=tables[0], cmp_cache=compressed, cmp_table=tables[1])
         blocks = dict(span=config.span, stride=config.stride, window=config.window_size, adds=call.k is not None)
+        starts = dict(T=call.longest(spec), cu_seqlens=call.cu_seqlens_q)
         with component("cache"):
-            slots = locate(call.cache_seqlens, T=call.longest(spec), cu_seqlens=call.cu_seqlens_q, **caches, **blocks)
-        if how == "pages" and tables[0] is None:
+            self.slots = locate(call.cache_seqlens, **starts, **caches, **blocks)
+        if self.how == "pages" and tables[0] is None:
             (rows,) = numbers_on(((*range(call.B),),), call.q.device)
             tables = (rows.unsqueeze(1),) * 2
-        return cls(call, spec, memory, slots, tables, how)
+        self.tables = tables
 
     def append(self) -> None:
         """Write new tokens; clear what attention may read behind them."""
-        compressed = self._caches(COMPRESSED_CACHES) if self.how == "rows" else (None, None)
-        new, caches = (*self._new(TOKEN_CACHES), None, None), (*self._caches(TOKEN_CACHES), *compressed)
+        compressed = self._tensors("k_cmp_cache", "v_cmp_cache") if self.how == "rows" else (None, None)
+        new = (*self._tensors(*TOKEN_CACHES), None, None)
+        caches = (*self._tensors(*CACHES[:4]), *compressed)
         behind = {"rows": "rows", "pages": "block", "copies": ""}[self.how]
         append(new, caches, self.tables, self.slots, (self.call.cu_seqlens_q, None), behind=behind)
 
     def complete(self) -> None:
         """Write the compressed keys and values of blocks that the call completes: the caller's, or of cached tokens."""
-        call, config = self.call, self.call.config
-        caches, new = self._caches(COMPRESSED_CACHES), self._new(COMPRESSED_CACHES)
+        call, span, stride = self.call, self.call.config.span, self.call.config.stride
+        new, caches = self._tensors(*COMPRESSED_CACHES), self._tensors("k_cmp_cache", "v_cmp_cache")
         lacking = tuple(cache if x is None else None for cache, x in zip(caches, new))
-        sources = tuple(x if cache is not None else None for x, cache in zip(self._caches("kv"), lacking))
-        made = [x for x in (*sources, *lacking) if x is not None]
-        if made and call.compress_k_weight is None and call.compress_v_weight is None and all(map(are_aligned, made)):
-            sizes = dict(block_size=config.span, stride=config.stride)
-            most = call.most_completed(call.longest(self.spec))
-            complete_blocks(sources, lacking, self.tables, self.slots, **sizes, most=most)
-            made = []
-        if not made and all(x is None for x in new):
+        sources = tuple(x if cache is not None else None for x, cache in zip((call.k_cache, call.v_cache), lacking))
+        projected = call.compress_k_weight is not None or call.compress_v_weight is not None
+        if not projected and all(x is None or are_aligned(x) for x in (*sources, *lacking)):
+            sizes = dict(block_size=span, stride=stride, most=call.most_completed(call.longest(self.spec)))
+            complete_blocks(sources, lacking, self.tables, self.slots, **sizes)
+            sources = None, None
+        if all(x is None for x in (*sources, *new)):
             return
-        starts, lead = self._sources()
-        if made:
-            tokens, fields = _empty(sources, lead), (CacheSlots.SOURCE, CacheSlots.SOURCE_TOKENS)
-            gather(sources, tokens, self.tables[0], self.slots, fields, starts[0])
-            new = tuple(x if x is not None else y for x, y in zip(new, self._compress(tokens, *starts)))
-        append((*[None] * 4, *new), (*[None] * 4, *caches), self.tables, self.slots, (None, starts[1]))
-
-    def _sources(self) -> tuple[tuple[Tensor | None, Tensor | None, int], tuple[int, ...]]:
-        """Starts of the tokens that compressed keys are made of and of as many keys as the call can complete, and the
-        number of these; leading dimensions of the tokens."""
-        call, stride, span = self.call, self.call.config.stride, self.call.config.span
-        if self.spec.bound is not None:
-            (blocks,) = starts_of(call.cu_seqlens_q, ((1, stride - 1, stride),))
-            overlaps = torch.arange(len(blocks), device=blocks.device, dtype=torch.int32) * (span - stride)
-            total = len(call.q) // stride + call.B
-            return (blocks * stride + overlaps, blocks, total), (total * stride + call.B * (span - stride),)
-        counts = tuple(map(call.most_completed, call.lengths(self.spec)))
-        starts, (lead, blocks) = self._layout([(n - 1) * stride + span if n else 0 for n in counts], counts)
-        return (*starts, blocks[0]), lead
+        part = slice(0, call.B)
+        blocks = self._layout(part, 1, stride - 1, stride)
+        if any(x is not None for x in sources):
+            tokens, starts = self._copied(sources, part, SOURCE, 1, span - 1)
+            new = tuple(x if y is None else y for x, y in zip(new, self._compress(tokens, starts, *blocks)))
+        append((*[None] * 4, *new), (*[None] * 4, *caches), self.tables, self.slots, (None, blocks[0]))
 
     def parts(self) -> list[slice]:
-        """Sequences that are attended to together: as many with queries as `WORKSPACE` has room for copies of."""
+        """Sequences that are attended to together: as many with queries as `WORKSPACE` holds copies of."""
         call, spec, parts, first, attended = self.call, self.spec, [], 0, 0
         if spec.bound is None and (copied := _bytes_copied(call, spec)):
-            most = max(1, WORKSPACE // copied)
             for b, T in enumerate(call.lengths(spec)):
-                if T and attended == most:
+                if T and attended == max(1, WORKSPACE // copied):
                     parts.append(slice(first, b))
                     first, attended = b, 0
                 attended += T > 0
@@ -232,137 +210,107 @@ class _Chunk:
         call, spec, rows, tiles = self.call, self.spec, part, part
         if call.packed:
             rows = tiles = slice(None)
-            if spec.bound is None:
-                counted = (list(map(count, spec.lengths)) for count in (int, call.config.num_tiles))
+            lengths_k = tuple(call.capacity if T else 0 for T in (spec.lengths or (1,) * call.B)[part])
+            spec = replace(spec, lengths_k=lengths_k, lengths=spec.lengths and spec.lengths[part])
+            if spec.lengths is not None:
+                counted = (list(map(count, self.spec.lengths)) for count in (int, call.config.num_tiles))
                 rows, tiles = (slice(sum(each[: part.start]), sum(each[: part.stop])) for each in counted)
-                spec = replace(spec, lengths=spec.lengths[part])
-            spec = replace(spec, lengths_k=self._sizes(call.capacity, part))
         q, gates, lists = call.q[rows], call.gates, call.block_indices
-        starts = dict(cu_seqlens=call.cu_seqlens_q, total=len(call.q))
-        varlen = Varlen.of(spec, q.device, call.q_heads_per_list, **starts)
+        gates, lists = None if gates is None else gates[rows], None if lists is None else lists[tiles]
+        more = dict(gate_weight=call.gate_weight, gates=gates, block_indices=lists, cu_seqlens=call.cu_seqlens_q)
         with (side_stream_for(q) if call.config.window_size else None) or nullcontext() as side_stream:
             with component("cache"):
-                keys, window = self._keys(part, varlen, side_stream)
-            tensors = CallTensors(
-                q,
-                **keys,
-                gate_weight=call.gate_weight,
-                gates=None if gates is None else gates[rows],
-                block_indices=None if lists is None else lists[tiles],
-                q_offset=self.slots[CacheSlots.FIRST, part],
-                cu_seqlens=call.cu_seqlens_q,
-            )
-            pages = None if self.how != "pages" else Pages(self.tables[0][part], call.capacity, window)
+                keys, pages = self._keys(part, side_stream)
+            tensors = CallTensors(q, **keys, **more, q_offset=self.slots[CacheSlots.FIRST, part])
             o, saved = infer(tensors, spec, self.memory, pages, side_stream)
         lse_swa = torch.full_like(saved.lse_cmp, -torch.inf) if saved.lse_swa is None else saved.lse_swa
         return o, saved.lse_cmp, saved.lse_slc, lse_swa
 
-    def _keys(
-        self, part: slice, varlen: Varlen | None, side_stream: SideStream | None
-    ) -> tuple[dict[str, Tensor | None], dict]:
-        """Keys and values of all branches by name, with slots for the caches' capacity of each sequence; and options of
-        the window's attention where it reads copies of its own."""
-        call, sizes = self.call, (self.call.capacity, self.call.config.compressed_length(self.call.capacity))
-        kv, own, compressed = (self._caches(names) for names in ("kv", TOKEN_CACHES[2:], COMPRESSED_CACHES))
-        window, starts, leads = {}, [None, None], [(0,), (0,)]
+    def _keys(self, part: slice, side_stream: SideStream | None) -> tuple[dict[str, Tensor | None], Pages | None]:
+        """Keys and values of all branches by name, with slots for the caches' capacity of each sequence; those of a
+        window on pages are copied on the stream of its attention."""
+        call, pages, starts = self.call, None, None
+        capacity, count = call.capacity, call.config.compressed_length(call.capacity)
+        caches = self._tensors(*CACHES)
+        kv, own, compressed = caches[:2], caches[2:4], caches[4:]
         if self.how == "rows":
             kv, own = _each(readable, kv), _each(readable, own)
-            compressed = _each(lambda x: readable(x[:, : sizes[1]]), compressed)
+            compressed = _each(lambda x: readable(x[:, :count]), compressed)
+        elif self.how == "copies":
+            (kv, starts), (own, _) = (self._copied(pair, part, TOKENS, 0, capacity) for pair in (kv, own))
         else:
-            starts, leads = self._layout(*(self._sizes(size, part) for size in sizes))
-            if self.how == "copies":
-                fields = CacheSlots.START, CacheSlots.END
-                kv, own = (self._copied(pair, part, leads[0], fields, starts[0]) for pair in (kv, own))
-            elif call.config.window_size:
-                own, window = self._window(part, varlen, side_stream)
-            fields = CacheSlots.START, CacheSlots.CMP_END
-            compressed = self._copied(compressed, part, leads[1], fields, starts[1], of_tokens=False)
+            if call.config.window_size:
+                own = tuple(shared if x is None else x for x, shared in zip(own, kv))
+                own, starts = self._copied(own, part, WINDOW, 1, call.config.window_size - 1, side_stream)
+            pages = Pages(self.tables[0][part], capacity, self.slots[CacheSlots.IN_WINDOW, part], starts)
+        if self.how != "rows":
+            compressed, _ = self._copied(compressed, part, COMPRESSED, 0, count)
         sources = tuple(x if y is None else None for x, y in zip(kv, compressed))
-        if sizes[1] and any(x is not None for x in sources):
+        if count and any(x is not None for x in sources):
+            blocks = self._layout(part, 0, count)
             with component("compress"):
-                made = self._compress(sources, *starts, leads[1][0])
-            clear(made, self.slots[:, part], CacheSlots.CMP_END, starts[1])
+                made = self._compress(sources, starts, *blocks)
+            clear(made, self.slots[:, part], CacheSlots.CMP_END, blocks[0])
             compressed = tuple(y if x is None else x for x, y in zip(compressed, made))
-        return dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), (*kv, *own, *compressed))), window
-
-    def _window(self, part: slice, varlen: Varlen | None, side_stream: SideStream | None) -> tuple[Pair, dict]:
-        """Copies of the tokens in the windows of the part's queries, made on the stream of their attention; options of
-        this."""
-        call, before = self.call, self.call.config.window_size - 1
-        if self.spec.bound is not None:
-            starts, lead = starts_of(call.cu_seqlens_q, ((1, before, 1),)), (len(call.q) + before * call.B,)
-            longest = self.spec.bound + before
-        else:
-            sizes = tuple(min(call.capacity, T + before) if T else 0 for T in call.lengths(self.spec)[part])
-            (starts, (lead,)), longest = self._layout(sizes), max(sizes)
-        pairs = zip(self._caches(TOKEN_CACHES[2:]), self._caches("kv"))
-        caches = tuple(shared if own is None else own for own, shared in pairs)
-        fields = CacheSlots.WINDOW, CacheSlots.WINDOW_TOKENS
-        copies = self._copied(caches, part, lead, fields, starts[0], side_stream)
-        if varlen is not None:
-            varlen = varlen._replace(cu_seqlens_k=starts[0], longest_k=longest)
-        return copies, dict(q_offset=self.slots[CacheSlots.IN_WINDOW, part], varlen=varlen)
+        return dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), (*kv, *own, *compressed))), pages
 
     def _copied(
         self,
         caches: Pair,
         part: slice,
-        lead: tuple[int, ...],
         fields: tuple[int, int],
-        starts: Tensor | None,
+        factor: int,
+        more: int,
         side_stream: SideStream | None = None,
-        *,
-        of_tokens: bool = True,
-    ) -> Pair:
-        """Rows of the part's sequences in two caches, side by side; copied on the second stream, if there is one."""
-        table = self.tables[0 if of_tokens else 1]
-        if table is None:
-            caches = _each(lambda x: x[part], caches)
-        else:
-            table = table[part]
-        copies = _empty(caches, lead)
+    ) -> tuple[Pair, Tensor | None]:
+        """Rows of the part's sequences in two caches, side by side, and their starts.
+
+        Args:
+            fields: of the first slot, and of the number of rows.
+            factor, more: room for rows, as for `_layout`.
+            side_stream: that copies, if there is one.
+        """
+        if all(x is None for x in caches):
+            return caches, None
+        starts, lead = self._layout(part, factor, more)
+        table = self.tables[int(fields == COMPRESSED)]
+        caches, table = (_each(lambda x: x[part], caches), None) if table is None else (caches, table[part])
+        copies = _each(lambda x: x.new_empty(*lead, *x.shape[2:]), caches)
         with nullcontext() if side_stream is None else side_stream.launches():
             gather(caches, copies, table, self.slots[:, part], fields, starts)
-        return copies
+        return copies, starts
 
-    def _compress(self, tokens: Pair, starts: Tensor | None, cmp_starts: Tensor | None, total: int) -> Pair:
-        """Compressed keys of k and values of v, as the layer makes and rounds them."""
+    def _layout(self, part: slice, factor: int, more: int, size: int = 1) -> tuple[Tensor | None, tuple[int, ...]]:
+        """Starts on the GPU (None for a batch), and leading dimensions, of a tensor with (T * factor + more) // size
+        rows for each of the part's sequences of T queries; none where T is known to be 0."""
+        call, lengths = self.call, self.call.lengths(self.spec)
+        if lengths is None and factor:
+            (starts,) = starts_of(call.cu_seqlens_q, ((factor, more, size),))
+            return starts, ((len(call.q) * factor + call.B * more) // size,)
+        sizes = [(T * factor + more) // size if T else 0 for T in (lengths or (1,) * call.B)[part]]
+        if not call.packed:
+            return None, (len(sizes), sizes[0])
+        starts = (*accumulate(sizes, initial=0),)
+        return numbers_on((starts,), call.q.device)[0], starts[-1:]
+
+    def _compress(self, tokens: Pair, starts: Tensor | None, cmp_starts: Tensor | None, lead: tuple[int, ...]) -> Pair:
+        """Compressed keys of k and values of v, as the layer makes and rounds them; lead: their leading dimensions."""
         call, exact = self.call, torch.float32
         weights = call.compress_k_weight, call.compress_v_weight
         k_dtype, v_dtype = (call.q.dtype if weight is None else exact for weight in weights)
         options = dict(block_size=call.config.span, stride=call.config.stride, k_dtypes=(k_dtype,), v_dtype=v_dtype)
         if starts is not None:
-            options |= dict(cu_seqlens=starts, cu_blocks=cmp_starts, total_blocks=total)
+            options |= dict(cu_seqlens=starts, cu_blocks=cmp_starts, total_blocks=lead[0])
         k_means, v_mean = pool(*tokens, **options)
         means = k_means[0] if k_means else None, v_mean
         return tuple(x if x is None else readable(project(x, w).to(call.q.dtype)) for x, w in zip(means, weights))
 
-    def _layout(self, *sizes: Sequence[int]) -> tuple[list[Tensor | None], list[tuple[int, ...]]]:
-        """Starts on the GPU, and leading dimensions, of tensors with so many rows of each sequence."""
-        if not self.call.packed:
-            return [None] * len(sizes), [(len(each), each[0]) for each in sizes]
-        starts = tuple((*accumulate(each, initial=0),) for each in sizes)
-        return numbers_on(starts, self.call.q.device), [(each[-1],) for each in starts]
-
-    def _sizes(self, size: int, part: slice) -> tuple[int, ...]:
-        """The size for each of the part's sequences, 0 for those that are known to have no query."""
-        lengths = self.call.lengths(self.spec) or (1,) * self.call.B
-        return tuple(size if T else 0 for T in lengths[part])
-
-    def _caches(self, names: Sequence[str]) -> Pair | tuple[Tensor | None, ...]:
-        return tuple(getattr(self.call, f"{name}_cache") for name in names)
-
-    def _new(self, names: Sequence[str]) -> tuple[Tensor | None, ...]:
+    def _tensors(self, *names: str) -> tuple[Tensor | None, ...]:
         return tuple(getattr(self.call, name) for name in names)
 
 
 def _each(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
     return tuple(x if x is None else change(x) for x in pair)
-
-
-def _empty(like: Pair, lead: tuple[int, ...]) -> Pair:
-    """Dense tensors for rows of caches."""
-    return _each(lambda x: x.new_empty(*lead, *x.shape[2:]), like)
 
 
 def infer(

@@ -40,13 +40,13 @@ def attend(
     pages, new = _pages(call, caches), _new(call, lengths)
     ends = [S if call.k is None else S + T for S, T in zip(call.cache_seqlens.tolist(), lengths)]
     spans = [{name: _span(call, name, S - T, S) for name in caches} for S, T in zip(ends, lengths)]
-    fits = [
-        S >= T and all(_fits(cache, pages[name][b], spans[b][name][1]) for name, cache in caches.items())
+    inside = [
+        S >= T and all(fits(cache, pages[name][b], spans[b][name][1]) for name, cache in caches.items())
         for b, (S, T) in enumerate(zip(ends, lengths))
     ]
     if validate:
-        check_slots(fits, call, lengths)
-    attended = [b for b, T in enumerate(lengths) if T and fits[b]]
+        check_slots(inside, call, lengths)
+    attended = [b for b, T in enumerate(lengths) if T and inside[b]]
     for b in attended:
         _write(call, module, caches, {name: pages[name][b] for name in caches}, new[b], spans[b])
     o = q.new_full((*q.shape[:-1], call.v_cache.shape[-1]), torch.nan)
@@ -55,7 +55,7 @@ def attend(
     spec, auxes = replace(spec, lengths=None), [None] * call.B
     weights = {f"{x}_cmp": f"compress_{x}_weight" for x in "kv"}
     for b in attended:
-        stored = {name: x[slots(x, pages[name][b], 0, spans[b][name][1])] for name, x in caches.items()}
+        stored = {name: x[slots_of(x, pages[name][b], 0, spans[b][name][1])] for name, x in caches.items()}
         stored |= {weight: getattr(call, weight) for name, weight in weights.items() if name not in caches}
         offset = torch.tensor([ends[b] - lengths[b]], dtype=torch.int32)
         tensors = CallTensors(**new[b] | stored, gate_weight=call.gate_weight, q_offset=offset)
@@ -65,7 +65,7 @@ def attend(
     return o, tuple(lse.mT for lse in lses), auxes
 
 
-def slots(cache: Tensor, pages: Sequence[int], first: int, end: int) -> tuple:
+def slots_of(cache: Tensor, pages: Sequence[int], first: int, end: int) -> tuple:
     """Index of a sequence's slots from first to end in a cache [pages, page, H, D]; a row of a contiguous one is a
     page."""
     if len(pages) == 1:
@@ -100,7 +100,7 @@ def _span(call: CachedCall, name: str, first: int, end: int) -> tuple[int, int]:
     return (count(max(0, first)), count(max(0, end))) if "cmp" in name else (first, end)
 
 
-def _fits(cache: Tensor, pages: Sequence[int], end: int) -> bool:
+def fits(cache: Tensor, pages: Sequence[int], end: int) -> bool:
     """True if a sequence's first ``end`` slots are there."""
     count, size = cache.shape[:2]
     return end <= len(pages) * size and all(0 <= page < count for page in pages[: -(-end // size)])
@@ -120,10 +120,10 @@ def _write(
         (first, end), x = spans[name], new.get(name)
         if "cmp" in name and x is None and first < end:
             of = name[0]
-            tokens = slots(caches[of], pages[of], first * config.stride, (end - 1) * config.stride + config.span)
+            tokens = slots_of(caches[of], pages[of], first * config.stride, (end - 1) * config.stride + config.span)
             x = _compress(module, caches[of][tokens], getattr(call, f"compress_{of}_weight"), call)
         if x is not None:
-            cache[slots(cache, pages[name], first, end)] = x[: end - first].to(cache.dtype)
+            cache[slots_of(cache, pages[name], first, end)] = x[: end - first].to(cache.dtype)
 
 
 def _compress(module: ModuleType, x: Tensor, weight: Tensor | None, call: CachedCall) -> Tensor:

@@ -134,11 +134,10 @@ def infer(tensors, spec, memory, pages, side_stream):
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
     if pages is not None:
         k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages.table]) for x in (k, v))
-        packed, in_window = pages.window["varlen"], pages.window["q_offset"]
-        cu = None if packed is None else packed.cu_seqlens_k
+        cu = pages.starts
         for name, whole in (("k_win", k), ("v_win", v)):
             given[name], stretch = torch.zeros_like(whole), given[name]
-            for b, (first, at) in enumerate(zip(q_offset.tolist(), in_window.tolist())):
+            for b, (first, at) in enumerate(zip(q_offset.tolist(), pages.in_window.tolist())):
                 of_b = _rows(stretch, cu, b)[: k.shape[1] - first + at]
                 given[name][b, first - at : first - at + len(of_b)] = of_b
         if cu is not None:

@@ -17,7 +17,7 @@ from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.eager.pooling import compress
 from nsa_layer.kvcache.eager import attend as attend_in_pytorch
-from nsa_layer.kvcache.eager import slots
+from nsa_layer.kvcache.eager import slots_of
 
 Tensor = torch.Tensor
 DEFAULT = NSAConfig()
@@ -97,7 +97,7 @@ class Case:
             for name in names:
                 tokens, first = draw(S, Hkv, D), S - T if self.new else S
                 pages = tables["page_table"][b].tolist() if self.page else [int(at[b])]
-                places[name][slots(places[name], pages, 0, first)] = tokens[:first]
+                places[name][slots_of(places[name], pages, 0, first)] = tokens[:first]
                 parts[name].append(tokens[first:])
                 key = f"{name}_cmp"
                 if key in parts:
@@ -105,7 +105,7 @@ class Case:
                     keys = compress(tokens.float()[None], weight, config=config)[0].to(self.dtype)
                     pages = tables["cmp_page_table"][b].tolist() if self.page else [int(at[b])]
                     have = config.compressed_length(first)
-                    places[key][slots(places[key], pages, 0, have)] = keys[:have]
+                    places[key][slots_of(places[key], pages, 0, have)] = keys[:have]
                     room = -(-T // config.stride)
                     parts[key].append(torch.cat([keys[have:], draw(room, Hkv, D) * torch.nan])[:room])
         join = torch.cat if self.queries else torch.stack
