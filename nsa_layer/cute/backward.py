@@ -129,7 +129,7 @@ def backward_group(
     outputs = _recompute(tensors, saved, (k_cmp, v_cmp), spec, of_cmp, by_query, of_swa if window else None)
     with component("gate"):
         lses = (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
-        gating = dict(g=saved.g, q=q, gate_weight=gate_weight, gates=gates, tile_m=layouts.tile_m, out=dq)
+        gating = dict(g=saved.g, q=q, gate_weight=gate_weight, gates=gates, tile_m=layouts[0].dq.start, out=dq)
         gate = gated_sum_backward(do, *outputs, *lses, **gating, cu_seqlens=cu_seqlens)
     del outputs
     # Equal and sigmoid gates are in lse_log2: all branches get the same do.
@@ -168,12 +168,12 @@ def backward_group(
         with component("slc"):
             stored.append(launch("slc", do_slc, rows_slc))
         if split_dq:
-            accum = sums.take_dq(layouts.calls[-1])
+            accum = sums.take_dq(layouts[-1])
     with component("convert"):
         add = sums.write_dq(dq, cu_seqlens, add=gate_weight is not None)
     if split_dq:
         with component("slc_dq" if unions else "slc"):
-            into = dict(dq=dq, accum=accum, add=add, start=layouts.calls[-1].dq.start)
+            into = dict(dq=dq, accum=accum, add=add, start=layouts[-1].dq.start)
             backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query))
     del accum
     dw_k, dw_v = _compress_backward(tensors, saved, (dk_cmp, dv_cmp), dk, dv, pooling_options(spec, varlen))
@@ -182,7 +182,7 @@ def backward_group(
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
     if unions:
-        _add_selected(tensors, varlen, saved, spec, do_slc, rows_slc, dk, dv, layouts.calls[-1].dq.start)
+        _add_selected(tensors, varlen, saved, spec, do_slc, rows_slc, dk, dv, layouts[-1].dq.start)
     if window_adds:  # where the others have written
         with component("convert"):
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))

@@ -7,7 +7,6 @@ end. Accumulators that are laid out differently are kept apart, and their conver
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -25,17 +24,10 @@ from nsa_layer.cute.chunked import sum_rounded
 Tensor = torch.Tensor
 
 KNOWN = 1024  # layouts are kept for so many shapes
-_known: dict[Hashable, Layouts] = {}
+_known: dict[Hashable, tuple[BackwardLayout, ...]] = {}
 
 
-class Layouts(NamedTuple):
-    """The calls' accumulators, and the multiple of rows that their row sums need, `tile_m` of `gated_sum_backward`."""
-
-    calls: tuple[BackwardLayout, ...]
-    tile_m: int
-
-
-def backward_layouts(q: Tensor, calls: Sequence[dict], *, key: Hashable) -> Layouts:
+def backward_layouts(q: Tensor, calls: Sequence[dict], *, key: Hashable) -> tuple[BackwardLayout, ...]:
     """The layouts of these calls over the same queries, cached by `key` and shapes.
 
     Args:
@@ -48,8 +40,7 @@ def backward_layouts(q: Tensor, calls: Sequence[dict], *, key: Hashable) -> Layo
     if known is None:
         if len(_known) == KNOWN:
             _known.clear()
-        layouts = aligned(*(backward_layout(q, **call) for call in calls))
-        known = _known[key] = Layouts(layouts, layouts[0].dq.start)
+        known = _known[key] = aligned(*(backward_layout(q, **call) for call in calls))
     return known
 
 
@@ -70,12 +61,14 @@ class GradAccumulators:
     Without GQA calls have no accumulators of dk and dv: each stores its own.
     """
 
-    def __init__(self, layouts: Layouts, device: torch.device, *, softmax_scale: float, keys: Sequence[str]) -> None:
+    def __init__(
+        self, layouts: Sequence[BackwardLayout], device: torch.device, *, softmax_scale: float, keys: Sequence[str]
+    ) -> None:
         """keys: a name for each call's; calls over the same keys share dk and dv where these are laid out alike."""
         self._scale, self._device = softmax_scale, device
-        self._waiting = list(zip(keys, layouts.calls, strict=True))
+        self._waiting = list(zip(keys, layouts, strict=True))
         owners = {(name, layout.dk.place): layout for name, layout in self._waiting if layout.dk is not None}
-        flags = layouts.calls[0].flags
+        flags = layouts[0].flags
         wanted = [part for layout in owners.values() for part in (layout.dk, layout.dv)]
         zeros = iter(zeroed(*wanted, *([flags] if flags else []), device=device))
         self._dk_dv = {key: (next(zeros), next(zeros), layout) for key, layout in owners.items()}
