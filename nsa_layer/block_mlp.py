@@ -21,8 +21,7 @@ class BlockMLP(nn.Module):
     An embedding of its place in the block is added to each token; between the layers, which have 2 D units, is a GELU.
 
     Args:
-        heads: Hkv.
-        dim: D of the tokens, and of what is made of them.
+        heads, dim: Hkv and D, of the tokens and of what is made of them.
         config: sizes of compressed blocks.
         device, dtype: of the parameters.
     """

@@ -153,11 +153,7 @@ class NSAConfig:
 
     @classmethod
     def paper(cls, **changes: object) -> NSAConfig:
-        """The sizes of arXiv:2502.11089: means of 32 tokens every 16, and 16 blocks of 64 for each token.
-
-        Args:
-            changes: other values of fields; TypeError or ValueError as for the class.
-        """
+        """The sizes of arXiv:2502.11089, with changes: means of 32 tokens every 16, 16 blocks of 64 for each token."""
         return cls(**(dict(compress_size=32, compress_stride=16, q_tile=1) | changes))
 
     @classmethod
@@ -166,9 +162,6 @@ class NSAConfig:
 
         Each query head lists the ``block_counts`` complete blocks with the highest mean score over a tile's queries,
         among those that start at or before the tile's last token. On the reference and eager backends only.
-
-        Args:
-            changes: other values of fields; TypeError or ValueError as for the class.
         """
         fixed = dict(rule="seed", q_tile=256, compress_offset=0, init_blocks=0, local_blocks=0)
         return cls(**(fixed | changes))
@@ -181,8 +174,7 @@ class NSAConfig:
         ``q_tile``.
 
         Raises:
-            ValueError: a key is unknown, or a field is there under two names.
-            TypeError, ValueError: ``values`` is no dictionary of names, or a value is bad, as for the class.
+            TypeError, ValueError: no dictionary of names, an unknown key, a field under two names, or a bad value.
         """
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise TypeError(f"values must be a dict of NSAConfig fields by name, got {values!r}")

@@ -36,10 +36,7 @@ class EqualGates(nn.Linear):
 
 
 class Branches(nn.Module):
-    """Gates and compression, which `NSAttention` and the attention of models of transformers have in common.
-
-    Subclasses have ``networks``, those for "k_cmp" and "v_cmp" that compress blocks in place of means, or none.
-    """
+    """Gates and compression of `NSAttention` and of models of transformers; subclasses have the ``networks`` of it."""
 
     def _add_branches(
         self, dim: int, Hq: int, Hkv: int, D: int, Dv: int, config: NSAConfig, gate: str, compression: str, **at: Any
@@ -178,10 +175,7 @@ class NSAttention(Branches):
         Args:
             cp: a process group, a DeviceMesh of one dimension, such as ``mesh["cp"]``, or a `ContextParallel`, which
                 has a mode and a balance of its own; None: no longer.
-            mode, load_balance: as in `ContextParallel`.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: what `ContextParallel` raises.
+            mode, load_balance: as in `ContextParallel`, whose errors this raises.
         """
         known = cp is None or isinstance(cp, ContextParallel)
         self.cp = cp if known else ContextParallel(cp, mode=mode, load_balance=load_balance)
@@ -307,10 +301,19 @@ class NSAttention(Branches):
                 raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
         if cu_seqlens is not None:
             check_starts(cu_seqlens)
-        if positions is not None:
-            if self.rope is None:
-                raise ValueError("positions are for rope, got positions on a layer without rope")
-            _check_positions(positions, x)
+        if positions is None:
+            return
+        if self.rope is None:
+            raise ValueError("positions are for rope, got positions on a layer without rope")
+        if not isinstance(positions, torch.Tensor):
+            raise TypeError(f"positions must be a torch.Tensor or None, got {type(positions).__name__}")
+        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+            raise TypeError(f"positions must be integers, got {positions.dtype}")
+        allowed = sorted({tuple(x.shape[:-1]), tuple(x.shape[-2:-1])})
+        if tuple(positions.shape) not in allowed:
+            raise ValueError(
+                f"positions must have shape {' or '.join(map(str, allowed))}, got {tuple(positions.shape)}"
+            )
 
     def _check_cache(
         self, cache: NSACache, x: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, return_aux: bool
@@ -338,12 +341,9 @@ class NSAttention(Branches):
                 raise ValueError(f"cache must have {name}={needed}, as the layer and x, got {value}")
 
     def extra_repr(self) -> str:
-        parts = [f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]
-        parts += [f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}", f"config={self.config}"]
-        parts += [f"compression={self.compression!r}, kv_per_branch={self.kv_per_branch}, gate={self.gate!r}"]
-        if self.backend is not None:
-            parts.append(f"backend={self.backend!r}")
-        return ", ".join(parts)
+        names = ("dim", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "config")
+        names += ("compression", "kv_per_branch", "gate", "backend")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)
 
 
 def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, **head_dims: int | None) -> None:
@@ -370,14 +370,3 @@ def _count_positions(
     starts = starts_on(cu_seqlens, x.device).long()
     sequence = torch.searchsorted(starts[1:], index, right=True)
     return index - starts[sequence] + (0 if before is None else before.long()[sequence])
-
-
-def _check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"positions must be a torch.Tensor or None, got {type(positions).__name__}")
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise TypeError(f"positions must be integers, got {positions.dtype}")
-    allowed = {tuple(x.shape[:-1]), tuple(x.shape[-2:-1])}
-    if tuple(positions.shape) not in allowed:
-        expected = " or ".join(str(shape) for shape in sorted(allowed))
-        raise ValueError(f"positions must have shape {expected}, got {tuple(positions.shape)}")

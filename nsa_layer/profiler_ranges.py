@@ -15,17 +15,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-# compress: pooling, projections and the way back; choose: pooled queries, scores, top-n; lists: forward, backward,
-# plan, by token unions; pairs: tokens by block of keys; cmp, slc, swa: attention of each branch; slc_dq, slc_dkdv: the
-# selected branch's passes by token; gate: gates and weighted sum; convert: sums and roundings of gradients; cache:
-# places of sequences in caches, what is appended to and copied from them.
-COMPONENTS = (
-    *("compress", "choose", "lists", "pairs", "cmp", "slc", "slc_dq", "slc_dkdv", "swa", "gate", "convert"),
-    "cache",
-)
-
+# compress: pooling, projections and their backward; choose: pooled queries, scores, top-k; lists: unions, block lists;
+# pairs: token-block CSR; cmp, slc, swa: attention of each branch; slc_dq, slc_dkdv: the selected branch's passes by
+# token; gate: gates and weighted sum; convert: sums and roundings of gradients; cache: slots, appends and copies.
+COMPONENTS = ("compress", "choose", "lists", "pairs", "cmp", "slc", "slc_dq", "slc_dkdv", "swa", "gate", "convert")
+COMPONENTS += ("cache",)
 Opener = Callable[[str], AbstractContextManager]
-
 
 _NOTHING = nullcontext()
 _is_profiled = torch._C._autograd._profiler_enabled

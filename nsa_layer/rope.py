@@ -36,18 +36,10 @@ class RotaryEmbedding(nn.Module):
         self.base = float(base)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q and k.
+        """q [..., T, Hq, D] and k [..., T, Hkv, D], turned, in their own dtypes; ValueError for another D.
 
         Args:
-            q: [..., T, Hq, D].
-            k: [..., T, Hkv, D].
             positions: [T] or [..., T], integers.
-
-        Returns:
-            q and k, turned, in their own dtypes.
-
-        Raises:
-            ValueError: the last dimension is not ``head_dim``.
         """
         for name, x in (("q", q), ("k", k)):
             if x.shape[-1] != self.head_dim:

@@ -81,11 +81,10 @@ def processes() -> int:
 
 
 def compile_calls(calls: Iterable[Signature], *, target: dict[str, str], jobs: int) -> Iterator[int | Kernel]:
-    """Compile each kernel of the calls once; yields their number, then kernels as they are done.
+    """Compile each kernel of the calls once, ``jobs`` at a time; yields their number, then kernels as they are done.
 
     Args:
         target: variables of the architecture that is compiled for, see `lookup.ENVIRONMENT`.
-        jobs: kernels at once.
 
     Raises:
         RuntimeError: kernels are not kept on disk, or the process that compiles them has ended.
@@ -120,13 +119,11 @@ def warm_up(
     Kernels that are in the cache are left alone. Without a GPU ``FLASH_ATTENTION_ARCH`` names the architecture.
 
     Args:
-        config, causal: as in `nsa`.
+        config, causal: as in `nsa`; dtype: of q, k and v; backward: backward too.
         shapes: (B, T, Hq, Hkv, D) of each call; most calls that differ in B or T alone launch the same kernels.
-        dtype: of q, k and v.
         packed: the calls are of B packed sequences of T tokens, and of as many of any lengths with starts on the GPU.
         gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
         projected: with ``compress_k_weight`` and ``compress_v_weight``.
-        backward: backward too.
 
     Raises:
         ValueError: a shape is not (B, T, Hq, Hkv, D).
@@ -187,10 +184,8 @@ def _own_target() -> dict[str, str]:
 
     arch = device_arch()
     if kernel_family(arch) not in ENVIRONMENT:
-        found = f"no kernels for sm_{arch}" if arch else "no GPU"
-        raise NotImplementedError(
-            f"{found}: set FLASH_ATTENTION_ARCH to the architecture to compile for, such as sm_90"
-        )
+        reason = f"no kernels for sm_{arch}" if arch else "no GPU"
+        raise NotImplementedError(f"{reason}: set FLASH_ATTENTION_ARCH to one to compile for, such as sm_90")
     target = ENVIRONMENT[kernel_family(arch)] | {"FLASH_ATTENTION_ARCH": f"sm_{arch}"}
     if "FLASH_ATTENTION_ARCH" in os.environ:
         return target | {name: os.environ[name] for name in target if name in os.environ}

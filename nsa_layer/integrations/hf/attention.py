@@ -120,7 +120,7 @@ def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSACo
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    """Raise NotImplementedError for options that change the result, and warn of those that are not known."""
+    """Raise NotImplementedError for options that change the result, and warn of unknown ones."""
     is_set = [name for name, value in options.items() if value is not None and value is not False]
     if changed := [name for name in is_set if name in CHANGES_RESULT]:
         raise NotImplementedError(f'attention "nsa" with {", ".join(changed)}')

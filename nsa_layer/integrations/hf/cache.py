@@ -49,15 +49,11 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         compressors: Compressors,
         **options: object,
     ) -> Tensor:
-        """Append the keys and values of q's tokens, and attend to all.
+        """Append k and v of q's tokens, and attend to all: [B, T, Hq, Dv], or as packing packs it, as q, k and v are.
 
         Args:
-            q: [B, T, Hq, D], or as packing packs it; k and v too, v with Dv.
             compressors: for "k_cmp" and "v_cmp", or none: blocks have means.
             options: of `nsa_with_kvcache`.
-
-        Returns:
-            [B, T, Hq, Dv] or [total, Hq, Dv].
 
         Raises:
             ValueError: rows hold several sequences, or they or config are not those of the calls before.

@@ -62,15 +62,12 @@ class BatchPacking:
 
     @lru_cache(maxsize=1)  # for all layers of a forward pass
     def kept(self, before: Tensor | None, columns: int) -> tuple[int, ...]:
-        """Tokens of each row among the first columns, which must be its first tokens of before.
+        """Tokens of each row among the first columns; ValueError if they are not its first ones of before.
 
         A row that ended early has padding behind its last token, which `generate` shows until the next turn.
 
         Args:
             before: ``is_token`` of the call before, with tokens in all further columns; None: in all.
-
-        Raises:
-            ValueError: the mask hides tokens in front of others, or shows padding.
         """
         if self.is_token is None and before is None:
             return (columns,) * self.shape[0]
@@ -144,16 +141,13 @@ def _of_padding(is_token: Tensor, T: int) -> BatchPacking | None:
 
 
 def of_positions(position_ids: Tensor | None, B: int, T: int) -> BatchPacking:
-    """The packing of rows without padding.
+    """The packing of rows without padding, of positions [B or 1, T].
 
     A sequence starts where positions fall, or where 0 follows 0, which ends a sequence of one token. Positions that
     jump forward, or repeat another number, start none.
 
     Reads positions on the host, which waits for a GPU once a forward pass. A graph that is being compiled holds rows of
     one sequence, and an assertion that they are.
-
-    Args:
-        position_ids: [B or 1, T].
     """
     if position_ids is None or position_ids.dim() != 2 or T == 1:
         return BatchPacking((B, T))
