@@ -6,12 +6,14 @@ In caches that were full of NaN, by PyTorch and by the kernels' host code, with 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_calls import captured, no_waits, starts_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
@@ -85,7 +87,7 @@ class Caches:
                 tensors[name] = torch.cat([self.completed(p, *b) for p, b in zip(self.split(own), bounds)])
         for name in ("gate_weight", "compress_k_weight", "compress_v_weight"):
             tensors[name] = getattr(self.inputs, name)
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        starts = starts_of(counts)
         seqlens = torch.tensor(self.length).int().to(self.inputs.q.device)
         more = dict(cache_seqlens=seqlens, cu_seqlens_q=starts, config=config) | more
         if self.check and self.inputs.q.is_cuda:
@@ -267,7 +269,7 @@ def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
 
     monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
     given = contiguous(S=512)
-    given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=torch.tensor([0, 20, 40]).int())
+    given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=starts_of((20, 20)))
     anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * sum(given[f"{name}_cache"][0].nbytes for name in "kv")
     for workspace, more, read in ((whole, anew, False), (whole - 1, anew, True), (whole - 1, {}, False), (1, {}, True)):
         monkeypatch.setattr(kvcache, "WORKSPACE", workspace)
@@ -487,7 +489,7 @@ def test_pytorch_finds_nothing_wrong_with_the_operator(packed: bool) -> None:
     given = contiguous()
     for name in ("q", "k", "v") if packed else ():
         given[name] = given[name].flatten(0, 1)
-    call = CachedCall(**given, cu_seqlens_q=torch.tensor([0, 20, 40]).int() if packed else None)
+    call = CachedCall(**given, cu_seqlens_q=starts_of((20, 20)) if packed else None)
     static = static_arguments(check_call(call)) | dict(backend="eager", validate=False)
     for name in CACHES:  # NaN is not equal to itself
         if getattr(call, name) is not None:
@@ -620,13 +622,7 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> 
     caches = {name: given[name] for name in caches}
     new = {name: getattr(inputs, name)[:, :64].clone() for name in "qkv"}
     given = given | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        attended(given)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, _ = attended(given)
+    graph, o = captured(lambda: attended(given)[0])
     for cache in caches.values():
         cache.fill_(torch.nan)
     for begin in range(0, 320, 64):
@@ -666,20 +662,16 @@ def test_a_cache_of_pages_does_not_wait_for_the_gpu() -> None:
     case = Case(lengths=(200, 3, 150), **KERNELS)
     inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
     tokens = [getattr(inputs, name).split(case.lengths) for name in "qkv"]
-    for mode in ("default", "error"):  # the first compiles
+    for within in (nullcontext(), no_waits()):  # the first compiles
         cache = NSACache(3, 256, 2, 64, config=case.config, page_size=64, device="cuda")
         found: list[list[torch.Tensor]] = [[], [], []]
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
+        with within:
             for counts in ((120, 2, 30), (80, 1, 120)):
                 spans = [slice(at, at + n) for at, n in zip(cache.lengths, counts)]
                 q, k, v = (torch.cat([x[span] for x, span in zip(own, spans)]) for own in tokens)
-                starts = torch.tensor([0, *counts]).cumsum(0).int()
-                o = cache.attend(q, k, v, cu_seqlens_q=starts, gate_weight=inputs.gate_weight)
+                o = cache.attend(q, k, v, cu_seqlens_q=starts_of(counts), gate_weight=inputs.gate_weight)
                 for own, part in zip(found, o.split(counts)):
                     own.append(part)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(torch.cat([part for own in found for part in own]), want.o, **ROUNDING)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from layer_calls import captured, no_waits, starts_of
 from stub_kernels import LAUNCHED, stubbed_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -65,10 +65,6 @@ class Case(Pasteable):
         return [(S - T) * i // len(self.sequences) if own else S - T for i, (T, S) in enumerate(self.sequences)]
 
 
-def starts(counts: list[int]) -> Tensor:
-    return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32)
-
-
 def drawn(case: Case, device: str = "cpu") -> tuple[dict[str, Any], Tensor]:
     """The arguments of a call, and do. Lists in any order, with blocks named twice, and no stride of 1; every seventh
     is empty."""
@@ -95,7 +91,7 @@ def drawn(case: Case, device: str = "cpu") -> tuple[dict[str, Any], Tensor]:
     elif case.q_offset != "end":
         given["q_offset"] = case.q_offset
     if case.packed:
-        given |= dict(cu_seqlens=starts(of_q), cu_seqlens_k=starts(of_k))
+        given |= dict(cu_seqlens=starts_of(of_q), cu_seqlens_k=starts_of(of_k))
     return given, normal(sum(of_q), Hq, Dv)
 
 
@@ -293,16 +289,9 @@ def test_capture(case: Case) -> None:
     """A graph replays the call for other numbers; nothing waits for the GPU."""
     given, do = drawn(case, "cuda")
     called(given, do, "cute")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            called(given, do, "cute")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            got = called(given, do, "cute")
+    with no_waits():
+        called(given, do, "cute")
+    graph, got = captured(lambda: called(given, do, "cute"))
     other, _ = drawn(replace(case, seed=1), "cuda")
     for name in ("q", "k", "v", "block_indices", "q_offset"):
         given[name].copy_(other[name])
