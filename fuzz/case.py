@@ -37,7 +37,7 @@ class Blocks(Pasteable):
         repeat: lists are one for all heads, repeated with stride 0.
         group: query heads that share a key/value head. launch: of key blocks, one of LAUNCHES.
         slots: CTAs that run at a time. interleave: query heads launched together.
-        longest: entries of a plan's item at most.
+        longest: entries of a plan's work tile at most.
         fault: what `fuzz.corrupt` does to the lists, where a property asks for wrong ones.
     """
 

@@ -60,7 +60,7 @@ faults(
     ("compressed key too early", CHUNKED + ":visible_compressed", "layer",
      "A compressed block is visible one token before its last one is reached.",
      given(spec=lambda s: replace(s, config=s.config.replace(compress_offset=s.config.offset - 1)))),
-    ("window of the first queries", CHUNKED + ":visible_window", "layer.stretches",
+    ("window of the first queries", CHUNKED + ":visible_window", "layer.shards",
      "Queries that begin inside their sequence have the window that its first ones have.", given(q_offset=0)),
     ("log-sum-exp to base 2", CHUNKED + ":attend_chunks", "layer",
      "The log-sum-exp comes out in powers of two.", result(lambda pair: (pair[0], pair[1] / math.log(2)))),

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from fuzz import kernel_stretches, strategies
+from fuzz import query_shards, strategies
 from fuzz.attention import laid_out
 from fuzz.case import LAYOUTS
 from fuzz.causality import assert_backward_causal, assert_forward_causal
 from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
-from fuzz.stretches import in_stretches
 from nsa_layer import NSAConfig
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
@@ -133,9 +132,9 @@ def lists_of_the_caller(case: Case, backend: str, device: str) -> None:
     assert_close_to_reference(case, backend, device, block_indices=narrow)
 
 
-@on_both("layer.stretches")
-def stretches(case: Case, backend: str, device: str) -> None:
-    """Queries in stretches, each with all keys: together they give the definition's output, lists and gradients."""
+@on_both("layer.shards")
+def shards(case: Case, backend: str, device: str) -> None:
+    """Queries in shards, each with all keys: together they give the definition's output, lists and gradients."""
     if device == "cuda" and not hopper():
         return
     size = case.config.block_size if device == "cpu" else 64
@@ -144,11 +143,11 @@ def stretches(case: Case, backend: str, device: str) -> None:
     for T in case.lengths or (case.T,):
         bounds.append((0, *sorted(draw.randint(0, T) for _ in range(2)), T))
     cut = [[each[i : i + 2] for each in bounds] for i in range(3)]
-    cut = [stretch for stretch in cut if any(end > first for first, end in stretch)]
+    cut = [shard for shard in cut if any(end > first for first, end in shard)]
     if case.lengths is None:  # offsets differ between the sequences of a batch
         cut = [[(first, end)] + [(case.T - end, case.T - first)] * (case.B - 1) for ((first, end),) in cut]
-    attend = kernel_stretches.attend if backend == "cute" else kernel_stretches.eager
-    assert_close_to_reference(case, in_stretches(attend, cut), device)
+    attend = partial(query_shards.attend, backend=backend)
+    assert_close_to_reference(case, query_shards.in_shards(attend, cut), device)
 
 
 @on_both("layer.neighbours")

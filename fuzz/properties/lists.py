@@ -116,7 +116,7 @@ def walk(case: Blocks) -> None:
 
 @holds("lists.plan", strategies.blocks)
 def plan(case: Blocks) -> None:
-    """A plan deals out every entry once, in items that are no longer than asked, and the check of lists takes it."""
+    """A plan covers every entry once, in work tiles no longer than asked, and the check of lists accepts it."""
     case = replace(case, spare=0)
     listed, _ = tables(case)
     forward, backward = both_directions(case)
@@ -138,19 +138,19 @@ def plan(case: Blocks) -> None:
             )
             assert bool(of_groups.plan_per_group) == (case.group > 1)
             validate_call(True, one[0], of_groups, q, k)
-        dealt: Counter = Counter()
+        covered: Counter = Counter()
         for b, h, n, begin, end, _ in planned.plan.tolist():
-            assert 0 <= begin <= end and (end - begin <= case.longest or case.group == 1), f"item {begin} .. {end}"
-            dealt.update((b, h, n, place) for place in range(begin, end))
+            assert 0 <= begin <= end and (end - begin <= case.longest or case.group == 1), f"work tile {begin} .. {end}"
+            covered.update((b, h, n, entry) for entry in range(begin, end))
         for b, h in product(range(case.B), range(case.H)):
-            items = [item for item in planned.plan.tolist() if item[3] < item[4] or case.group == 1]
-            launched = [n for at, head, n, *_ in items if (at, head) == (b, h)]
+            tiles = [tile for tile in planned.plan.tolist() if tile[3] < tile[4] or case.group == 1]
+            launched = [n for at, head, n, *_ in tiles if (at, head) == (b, h)]
             by_length = [(-int(of_group[b, h // case.group, n]), n) for n in range(case.N)]
-            place = by_length if case.launch == "longest first" else [order.index(n) for n in range(case.N)]
-            assert launched == sorted(launched, key=place.__getitem__), f"key blocks {launched} of {b, h}"
+            keys = by_length if case.launch == "longest first" else [order.index(n) for n in range(case.N)]
+            assert launched == sorted(launched, key=keys.__getitem__), f"key blocks {launched} of {b, h}"
         rows = [*product(range(case.B), range(case.H), range(case.N))]
         expected = Counter((b, h, n, i) for b, h, n in rows for i in range(int(counts[b, h, n])))
-        assert dealt == expected, f"dealt out {dealt - expected} too often, {expected - dealt} not at all"
+        assert covered == expected, f"{covered - expected} too often, {expected - covered} not at all"
 
 
 @holds("lists.right ones pass", strategies.blocks)

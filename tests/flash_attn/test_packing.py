@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-def places(case: Case) -> dict[str, set[str]]:
+def types_of_starts(case: Case) -> dict[str, set[str]]:
     """Types that the kernels of a case find rows with: of starts, and of the strides that rows are multiplied with."""
 
     def kind(row: Any, tensor: Any, full: bool = False) -> str:
@@ -44,7 +44,7 @@ def places(case: Case) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("case", swept(CASES, 2), ids=str)
 def test_kernels_compile_and_find_rows_in_64_bits(compiler: Worker, case: Case) -> None:
-    assert compiler.trace(places, case) == {"forward": {"Int64"}, "backward": {"Int64"}}
+    assert compiler.trace(types_of_starts, case) == {"forward": {"Int64"}, "backward": {"Int64"}}
 
 
 def derive(case: Case, ordered: bool, block_k: int) -> None:

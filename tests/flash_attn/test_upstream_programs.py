@@ -37,18 +37,18 @@ def packed_lists(block: tuple[int, int]) -> dict[str, Any]:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     rows, columns = blocks(block)
-    places = [m * n for m, n in zip(rows, columns, strict=True)]
+    cells = [m * n for m, n in zip(rows, columns, strict=True)]
     forward = BlockSparseTensorsTorch(
-        *both_kinds((HQ, sum(rows)), (HQ, sum(places))),
+        *both_kinds((HQ, sum(rows)), (HQ, sum(cells))),
         block_size=block,
         cu_total_m_blocks=before(rows),
-        cu_block_idx_offsets=before(places),
+        cu_block_idx_offsets=before(cells),
     )
     backward = BlockSparseTensorsTorch(
-        *both_kinds((HQ, sum(columns)), (HQ, sum(places))),
+        *both_kinds((HQ, sum(columns)), (HQ, sum(cells))),
         block_size=block,
         cu_total_n_blocks=before(columns),
-        cu_block_idx_offsets=before(places),
+        cu_block_idx_offsets=before(cells),
     )
     return dict(block_sparse_tensors=forward, block_sparse_tensors_bwd=backward)
 

@@ -142,7 +142,7 @@ def planned(form: str, Hkv: int, per_group: bool, heads: int = 1, **options: Any
 
 @pytest.mark.parametrize(("per_group", "deterministic"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("form", ["padded", *PACKED])
-def test_one_wrong_item(form: str, per_group: bool, deterministic: bool) -> None:
+def test_one_wrong_work_tile(form: str, per_group: bool, deterministic: bool) -> None:
     """It does nothing, or is of no head, of a sequence without keys or none, or of another place in the entries."""
     call, options = planned(form, 2, per_group, heads=2, deterministic=deterministic, schedule="right to left")
     validate_call(True, *call, **options)
@@ -174,7 +174,7 @@ def test_each_key_block_is_stored_once_where_nothing_is_added(form: str) -> None
 
 @pytest.mark.parametrize(("Hkv", "per_group"), PLANS[1:])
 @pytest.mark.parametrize("form", ["padded", *PACKED])
-def test_turns_follow_the_launch(form: str, Hkv: int, per_group: bool) -> None:
+def test_ranks_follow_the_launch(form: str, Hkv: int, per_group: bool) -> None:
     call, options = planned(form, Hkv, per_group)
     plan = call[1].plan
     was = plan.clone()
@@ -189,8 +189,8 @@ def test_turns_follow_the_launch(form: str, Hkv: int, per_group: bool) -> None:
 
 @pytest.mark.parametrize("Hkv", [4, 1])
 @pytest.mark.parametrize("form", ["padded", *PACKED])
-def test_semaphore_values_follow_the_launch_of_items(form: str, Hkv: int) -> None:
-    """Work tiles of one head in another order, with the turns of that order."""
+def test_semaphore_values_follow_the_launch_of_work_tiles(form: str, Hkv: int) -> None:
+    """Work tiles of one head in another order, with the ranks of that order."""
     call, options = planned(form, Hkv, False, deterministic=True, schedule="right to left")
     plan = call[1].plan
     own = (plan[:, 1] == 0) & (plan[:, 0] == 0)
@@ -231,7 +231,7 @@ def test_ragged_lists_of_a_batch() -> None:
     assert said(forward, ragged, *tensors).startswith("sequence 1, ")
 
 
-def test_plans_that_deal_out_an_entry_twice() -> None:
+def test_plans_that_cover_an_entry_twice() -> None:
     forward, backward = both_directions(Blocks(H=1, M=6, N=1, density=1.0))
     plan = plan_backward(backward, num_heads=2, num_heads_kv=1, num_q_blocks=6, longest=3)
     tensors = qk(1, 700, Hq=2, Hkv=1, keys=100)

@@ -1,0 +1,130 @@
+"""A call of the operator in shards of its queries, each with all keys and the position of its first query.
+
+`attend` calls the pages of a backend with gradients, for one group of heads, everything saved. Its queries may be a
+shard of a longer context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, Saved, require_choice_by_token
+from nsa_layer.cute.memory_plan import MemoryPlan
+from nsa_layer.derivatives import first_derivatives
+from nsa_layer.eager import pages as plain
+from nsa_layer.support import reads_unions
+
+Tensor = torch.Tensor
+Attend = Callable[..., tuple[Tensor, Aux]]
+QueryShard = Sequence[tuple[int, int]]  # (first query, end) of each sequence
+
+
+def in_shards(attend: Attend, shards: Sequence[QueryShard]) -> Attend:
+    """An ``attend`` that calls another one for each shard and joins what it gives.
+
+    Args:
+        attend: a backend's.
+        shards: which together are all queries; in a batch those of one shard have one length.
+    """
+
+    def joined(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
+        q, gates, block_indices = tensors.q, tensors.gates, tensors.block_indices
+        lengths = spec.lengths or [q.shape[1]] * len(q)
+        tile = spec.config.q_tile
+        found = []
+        for shard in shards:
+            own = replace(spec, lengths_k=spec.lengths, lengths=tuple(end - first for first, end in shard))
+            if spec.lengths is None:
+                own = spec
+            listed = [(first // tile, -(-end // tile)) for first, end in shard]
+            cut = [
+                x if x is None else _at_rows(x, _rows(bounds, sizes, spec.lengths is not None))
+                for x, bounds, sizes in (
+                    (q, shard, lengths),
+                    (gates, shard, lengths),
+                    (block_indices, listed, [spec.config.num_tiles(length) for length in lengths]),
+                )
+            ]
+            offset = torch.tensor([first for first, _ in shard], dtype=torch.int32, device=q.device)
+            more = dict(q=cut[0], gates=cut[1], block_indices=cut[2], q_offset=offset)
+            found.append(attend(tensors._replace(**more, cu_seqlens=None), spec=own))
+        # The shards' rows one after the other, and back to the order of all queries.
+        order = torch.cat([_rows(s, lengths, spec.lengths is not None).to(q.device) for s in shards], dim=-1)
+        back = order.argsort(dim=-1)
+
+        def whole(parts: list[Tensor], tokens_last: bool = False) -> Tensor:
+            parts = [x.mT for x in parts] if tokens_last else parts
+            made = _at_rows(torch.cat(parts, dim=order.dim() - 1), back)
+            return made.mT if tokens_last else made
+
+        auxes = [aux for _, aux in found]
+        lists = block_indices if block_indices is not None else whole([aux.block_indices for aux in auxes])
+        lses = [whole([getattr(aux, name) for aux in auxes], True) for name in ("lse_cmp", "lse_slc", "lse_swa")]
+        return whole([o for o, _ in found]), Aux(lists, whole([aux.gates for aux in auxes]), *lses)
+
+    return joined
+
+
+def _rows(bounds: Sequence[tuple[int, int]], lengths: Sequence[int], packed: bool) -> Tensor:
+    """The rows of a shard: [B, rows], or of packed sequences [rows]."""
+    if not packed:
+        return torch.stack([torch.arange(first, end) for first, end in bounds])
+    before = torch.tensor([0, *lengths]).cumsum(0)
+    return torch.cat([torch.arange(first, end) + at for (first, end), at in zip(bounds, before)])
+
+
+def _at_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x [B, T, ...] at rows [B, rows], or [total, ...] at rows [rows]."""
+    rows = rows.to(x.device)
+    return x[rows] if rows.dim() == 1 else x[torch.arange(len(x), device=x.device)[:, None], rows]
+
+
+def attend(tensors: CallTensors, *, spec: CallSpec, backend: str) -> tuple[Tensor, Aux]:
+    if backend == "cute" and tensors.q_offset is not None and tensors.block_indices is None:
+        require_choice_by_token(spec.config)
+    o, *saved = _Attend.apply(backend, spec, *tensors._replace(cu_seqlens=None))
+    saved = Saved(*saved)
+    if backend == "cute" and tensors.block_indices is None and not reads_unions(spec.config, listed=spec.listed):
+        saved = saved._replace(block_indices=saved.block_indices.transpose(-3, -2))
+    return o, saved.aux(tensors)
+
+
+def _plan(tensors: CallTensors) -> MemoryPlan:
+    return MemoryPlan(((0, tensors.k.shape[-2]),), (True,) * 3)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, backend, spec, *given):
+        """given: of `CallTensors`."""
+        tensors, ctx.static = CallTensors(*given), (backend, spec)
+        if backend == "eager":
+            o, saved = plain.forward(tensors, spec=spec)
+        else:
+            from nsa_layer.cute import pages
+
+            with torch.cuda.device_of(tensors.q):
+                how = dict(spec=spec, plan=_plan(tensors), backward=any(ctx.needs_input_grad))
+                o, saved = pages.forward(tensors, **how)
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.mark_non_differentiable(*(x for x in saved if x is not None))
+        return o, *saved
+
+    @staticmethod
+    def backward(ctx, do, *_):
+        backend, spec = ctx.static
+        count = len(CallTensors._fields)
+
+        def found(do, *given):
+            tensors, saved = CallTensors(*given[:count]), Saved(*given[count:])
+            if backend == "eager":
+                return plain.backward(tensors, saved, do, spec=spec)
+            from nsa_layer.cute import pages
+
+            with torch.cuda.device_of(do):
+                return pages.backward(tensors, saved, do, spec=spec, plan=_plan(tensors))
+
+        return None, None, *first_derivatives(found, do, *ctx.saved_tensors), None, None, None, None
