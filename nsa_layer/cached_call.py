@@ -128,7 +128,7 @@ def check_call(call: CachedCall, *, backend: str | None = "reference", validate:
         check(name, sizes=sizes if paged else dict(sizes))
         x, least = getattr(call, name), config.compressed_length(S)
         if x is not None and not paged and x.shape[1] < least:
-            raise ValueError(f"{name} must have room for the {least} keys of {S} tokens, got {x.shape[1]}")
+            raise ValueError(f"{name} must have slots for the {least} keys of {S} tokens, got {x.shape[1]}")
     numbers = ("page_table", "cmp_page_table", "cache_batch_idx", "cache_seqlens")
     check(*numbers[: 4 if isinstance(call.cache_seqlens, Tensor) else 3], sizes=sizes)
     _check_tables(call, S)

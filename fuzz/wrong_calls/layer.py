@@ -201,7 +201,7 @@ CACHED = (
       for name, size in (("k_win_cache", D), ("v_win_cache", DV))),
     ("k_cmp_cache", ValueError, "k_cmp needs k_cmp_cache", Together(k_cmp=torch.zeros(B, 5, HKV, D), k_cmp_cache=None)),
     ("k_cmp v_cmp", ValueError, r"{} must have shape \(2, 5, 2, .\), got", torch.zeros(B, 6, HKV, D)),
-    ("k_cmp_cache v_cmp_cache", ValueError, "{} must have room for the 8 keys of 32 tokens, got 7", lambda x: x[:, 1:]),
+    ("k_cmp_cache v_cmp_cache", ValueError, "{} must have slots for the 8 keys of 32 tokens, got", lambda x: x[:, 1:]),
     ("k_cmp", ValueError, "compress_k_weight and k_cmp exclude each other",
      Together(k_cmp=torch.zeros(B, 5, HKV, D), compress_k_weight=torch.zeros(HKV, D, D))),
     (WEIGHTS, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
@@ -298,6 +298,9 @@ OF_CACHE = (
     ("out", ValueError, "out is written to, must not be expanded", torch.zeros(1, T, HQ, DV).expand(B, T, HQ, DV)),
     ("q", ValueError, "q must have at most 32 tokens a sequence, the caches' capacity, got 40",
      Together(q=torch.zeros(B, 40, HQ, D), k=torch.zeros(B, 40, HKV, D), v=torch.zeros(B, 40, HKV, DV))),
+    *((name, ValueError, "compress and {} exclude each other, got both; pass one or neither",
+       Together({name: torch.zeros(HKV, D, D), "compress": lambda *kv: kv}))
+      for name in ("k_cmp", "compress_k_weight")),
 )  # fmt: skip
 CROP = (
     ("lengths", ValueError, r"lengths must be at most \(0, 0\), and at least 0, got", [0, 1], [-1, 0], [0], [0.0, 0]),

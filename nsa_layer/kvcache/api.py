@@ -91,9 +91,9 @@ def nsa_with_kvcache(
             where a tensor of the call needs a gradient a copy, whose backward raises.
         return_lse: also return the branches' log-sum-exps.
         validate: look at ``cache_seqlens``, tables and indices before anything is written, which waits for a GPU: they
-            must lead to places in the caches, name no page of a sequence twice, and let no sequence write where another
+            must lead to slots in the caches, name no page of a sequence twice, and let no sequence write where another
             one writes or has tokens. Caches that are written to must not be expanded, nor overlap others. Without, a
-            sequence that numbers lead out of the caches writes nothing, and its rows are NaN.
+            sequence that does not fit its caches writes nothing, and its rows are NaN.
         backend: "cute" (the kernels), "eager" or "reference". None: the kernels where the tensors are on a supported
             GPU, else eager.
 

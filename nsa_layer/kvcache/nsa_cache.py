@@ -148,14 +148,15 @@ class NSACache(LastingTensors):
                 [total, Hkv, D]; v: the same with Dv.
             return_lse, validate, backend, options: as in `nsa_with_kvcache`, but for caches, their lengths and tables.
             compress: makes compressed keys [blocks, Hkv, D] and values [blocks, Hkv, Dv] of the tokens [blocks,
-                compress_size, Hkv, D] and [..., Dv] of the blocks that the call completes. None: means, or those given.
+                compress_size, Hkv, D] and [..., Dv] of the blocks that the call completes. None: means, or those of
+                ``k_cmp`` and ``v_cmp``.
             sources: with ``own_sources`` these tokens' keys and values, shaped like k and v, which they are otherwise.
 
         Returns:
             As `nsa_with_kvcache`.
 
         Raises:
-            ValueError: no room for the new tokens; nothing was written. What `nsa_with_kvcache` raises besides.
+            ValueError: the new tokens exceed the capacity; nothing was written. What `nsa_with_kvcache` raises besides.
         """
         for name, x in (("k", k), ("v", v)):
             if x is None:
@@ -186,7 +187,7 @@ class NSACache(LastingTensors):
     def _compress(
         self, compress: Compress, counts: Sequence[int], new: tuple[Tensor, Tensor], call: CachedCall
     ) -> dict[str, Tensor]:
-        """k_cmp and v_cmp of the blocks that new tokens complete, which are kept where they are sources."""
+        """k_cmp and v_cmp of the blocks that new tokens complete, then zeros; sources are kept."""
         stride, blocks, rows, row = self.config.stride, [], [], 0
         starts = [0, *accumulate(counts)]
         for b, (length, count) in enumerate(zip(self._lengths, counts)):
@@ -245,21 +246,21 @@ class NSACache(LastingTensors):
 
     @torch.inference_mode(False)
     def grow(self, max_seqlen: int) -> None:
-        """Make room for longer sequences of a contiguous cache: its tensors are copied to larger ones.
+        """Raise the capacity of a contiguous cache: its tensors are copied to larger ones.
 
         Args:
             max_seqlen: the most tokens of a sequence from now on.
 
         Raises:
-            TypeError, ValueError: the cache has pages, or room for more tokens already.
+            TypeError, ValueError: the cache has pages, or a larger capacity already.
         """
         require_int("max_seqlen", max_seqlen, least=self.max_seqlen)
         if self._pages:
             raise ValueError(f"a cache grows where it is contiguous, got one of pages and max_seqlen={max_seqlen}")
         for caches in (self.caches, self.sources):
             for name, cache in caches.items():
-                room = self.config.compressed_length(max_seqlen) if "cmp" in name else max_seqlen
-                caches[name] = cache.new_empty(cache.shape[0], room, *cache.shape[2:])
+                S = self.config.compressed_length(max_seqlen) if "cmp" in name else max_seqlen
+                caches[name] = cache.new_empty(cache.shape[0], S, *cache.shape[2:])
                 caches[name][:, : cache.shape[1]] = cache
         self.max_seqlen = max_seqlen
 
@@ -320,9 +321,9 @@ class NSACache(LastingTensors):
             self.cache_seqlens.copy_(sent(self._lengths, self.cache_seqlens.device, torch.int32))
 
 
-def _listed(name: str, given: object) -> list:
+def _listed(name: str, numbers: object) -> list:
     """The numbers of a sequence, or of a tensor of one dimension."""
-    numbers = given.tolist() if isinstance(given, torch.Tensor) else given
+    numbers = numbers.tolist() if isinstance(numbers, Tensor) else numbers
     if not isinstance(numbers, Sequence):
-        raise TypeError(f"{name} must be a sequence of ints, got {given!r}")
+        raise TypeError(f"{name} must be a sequence of ints, got {numbers!r}")
     return list(numbers)
