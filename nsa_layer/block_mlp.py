@@ -1,4 +1,4 @@
-"""Compressed keys and values outside of `nsa`: a network over the tokens of a block, or the mean that `nsa` takes."""
+"""Compressed keys and values outside of `nsa`: by a network over the tokens of a block, or by means."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockMLP(nn.Module):
     An embedding of its place in the block is added to each token; between the layers, which have 2 D units, is a GELU.
 
     Args:
-        heads, dim: Hkv and D, of the tokens and of what is made of them.
+        heads, dim: Hkv and D, of the tokens and the compressed tokens.
         config: sizes of compressed blocks.
         device, dtype: of the parameters.
     """
@@ -57,8 +57,8 @@ class BlockMLP(nn.Module):
             blocks = x[:, :0, :, None].expand(-1, -1, -1, self.config.span, -1)
         tokens = blocks.flatten(-2) + self.position.flatten(-2)  # copied first: no export could prove its strides
         rows = tokens.flatten(0, 1).transpose(0, 1)  # [Hkv, B * Tc, l * D]
-        made = torch.bmm(F.gelu(torch.bmm(rows, self.up)), self.down)
-        return made.transpose(0, 1).unflatten(0, blocks.shape[:2])
+        compressed = torch.bmm(F.gelu(torch.bmm(rows, self.up)), self.down)
+        return compressed.transpose(0, 1).unflatten(0, blocks.shape[:2])
 
 
 def compressed(

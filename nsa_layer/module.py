@@ -65,12 +65,12 @@ class Branches(nn.Module):
                     weight.diagonal(dim1=-2, dim2=-1).fill_(1)
 
     def gates_of(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Gates of x [.., dim], or the weight that makes them of q, as `nsa` takes them."""
+        """Gates of x [.., dim], or the weight that makes them of q, as arguments of `nsa`."""
         gates = None if self.gate_mlp is None else self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
         return dict(gate_weight=self.gate_weight, gates=gates)
 
     def compress_weights(self) -> dict[str, torch.Tensor | None]:
-        """The matrices of compression, as `nsa` takes them."""
+        """The matrices of compression, as arguments of `nsa`."""
         return dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
 
     def compressors(self) -> Compressors:
@@ -192,12 +192,14 @@ class NSAttention(Branches):
         return {} if self.compress_k is None else dict(k_cmp=self.compress_k, v_cmp=self.compress_v)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *found: list[str]
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *lists: list[str]
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *found)
-        own, errors = any(name.startswith(f"{prefix}branch_proj.") for name in state_dict), found[-1]
-        if strict and own != self.kv_per_branch and f"{prefix}q_proj.weight" in state_dict:
-            errors.append(f"{prefix}kv_per_branch={self.kv_per_branch}, but this state is of kv_per_branch={own}")
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+        theirs, errors = any(name.startswith(f"{prefix}branch_proj.") for name in state_dict), lists[-1]
+        if strict and theirs != self.kv_per_branch and f"{prefix}q_proj.weight" in state_dict:
+            errors.append(
+                f"{prefix}kv_per_branch={self.kv_per_branch}, but this state is of kv_per_branch={per_branch}"
+            )
 
     def forward(
         self,
@@ -261,13 +263,13 @@ class NSAttention(Branches):
                 branches["sources"] = branches.pop("k_cmp"), branches.pop("v_cmp")
             compress = partial(compress_blocks, self.compressors())
             branches |= self.compress_weights() if inside else dict(compress=compress)
-            given = dict(cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, backend=self.backend)
-            return self.o_proj(cache.attend(q, k, v, **gates, **branches, **given).flatten(-2))
+            packing = dict(cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, backend=self.backend)
+            return self.o_proj(cache.attend(q, k, v, **gates, **branches, **packing).flatten(-2))
         sources = branches.get("k_cmp", k), branches.get("v_cmp", v)
         branches |= self.compress_weights() if inside else self._compressed(q, *sources, cu_seqlens)
         static = dict(config=self.config, causal=causal, backend=self.backend, memory=self.memory, cp=self.cp)
-        given = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_aux=return_aux)
-        attended = nsa(q, k, v, **gates, **branches, **static, **given)
+        packing = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_aux=return_aux)
+        attended = nsa(q, k, v, **gates, **branches, **static, **packing)
         o, *aux = attended if return_aux else (attended,)
         out = self.o_proj(o.flatten(-2))
         return (out, *aux) if return_aux else out

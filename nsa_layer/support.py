@@ -227,7 +227,7 @@ def missing_feature(request: Request) -> str | None:
 def choose_backend(backend: str | None, *, device: torch.device, **call: object) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
-    A GPU with kernels that lack something asked for is an error too: nothing slower takes over without being named.
+    A GPU with kernels that lack something asked for is an error too: nothing slower runs unless it is named.
 
     Args:
         call: fields of `Request`, but its architecture.

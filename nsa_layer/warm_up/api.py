@@ -139,7 +139,7 @@ def warm_up(
         named = argument_shapes(tokens, tokens, Hq, Hkv, D, D, gate=gate, projected=projected)
         tensors = tuple((name, size, dtype) for name, size in named.items())
         plan = MemoryPlan(((0, Hkv),), kept_in_graphs(MemoryPolicy(), backward))
-        # Where the host does not know lengths, lists have room for one sequence of all tokens.
+        # Where the host does not know lengths, lists have capacity for one sequence of all tokens.
         for lengths in ((T,) * B, (B * T, *[0] * (B - 1))) if packed else (None,):
             calls.append(Signature(tensors, CallSpec(config, causal, D**-0.5, lengths), plan, backward))
     for kernel in islice(compile_calls(calls, target=_own_target(), jobs=max(1, processes())), 1, None):

@@ -2,8 +2,8 @@
 shapes alone and without a GPU.
 
 The call is made with fake tensors, which launch nothing. For the names, every lookup in the kernel cache finds a
-stand-in, so that takes a second. Each kernel is then compiled by the same call, in which all other lookups find one;
-any process can do that for any kernel.
+stand-in, which is a matter of a second. Each kernel is then compiled by the same call, in which all other lookups find
+one; any process can do that for any kernel.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Order(NamedTuple):
 
     Attributes:
         jobs: processes that it forks.
-        ahead: of the calls: kernels are sent back, and those that another process compiles are waited for.
+        ahead: of the calls: kernels are sent back, and ones in another process are waited for.
     """
 
     calls: tuple[Signature, ...]
@@ -156,7 +156,7 @@ def _like(x: torch.Tensor, device: str) -> torch.Tensor:
 def make_call(call: Signature) -> None:
     """Make the call with fake tensors: kernels that no cache has are compiled, and nothing is launched.
 
-    Of groups of heads of one size, which ask for the same kernels, one is made.
+    Of groups of heads of one size, which launch the same kernels, one runs.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

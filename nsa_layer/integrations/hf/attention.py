@@ -67,7 +67,7 @@ def nsa_attention_forward(
 
     Raises:
         NotImplementedError: an option of the layer that sparse attention lacks; an unknown one is a warning, once.
-        ValueError: rows with cached tokens that hold several sequences, or are not those of the cache.
+        ValueError: rows with cached tokens hold several sequences, or others than the cache.
     """
     causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
     _check_options(options | {"dropout": dropout or None, "is_causal=False": not causal})
@@ -90,18 +90,18 @@ def nsa_attention_forward(
             raise NotImplementedError("block_indices of packed sequences, or with padding in front of tokens")
         lists, block_size = block_indices.transpose(1, 2).int(), module.indexer.block_size
         return selected_attention(q, k, v, lists, block_size=block_size, **static), None
-    given = dict(nsa_options or dict(config=nsa_config(getattr(module.config, "nsa", None))), **static)
+    arguments = dict(nsa_options or dict(config=nsa_config(getattr(module.config, "nsa", None))), **static)
     q = packing.pack(q)
-    if given.get("gates") is not None:
-        given["gates"] = packing.pack(given["gates"])
+    if arguments.get("gates") is not None:
+        arguments["gates"] = packing.pack(arguments["gates"])
     if nsa_cache is not None:
-        o = nsa_cache.attend(q, packing.pack(k), packing.pack(v), packing, **given)
+        o = nsa_cache.attend(q, packing.pack(k), packing.pack(v), packing, **arguments)
     elif not whole:
-        o = _attend_to_cached(q, k, v, packing, **given)
+        o = _attend_to_cached(q, k, v, packing, **arguments)
     else:
         if cu_seq_lens_q is not None and max_length_q is not None:
-            given["max_seqlen"] = index(max_length_q)
-        o = _attend(q, packing.pack(k), packing.pack(v), packing, **given)
+            arguments["max_seqlen"] = index(max_length_q)
+        o = _attend(q, packing.pack(k), packing.pack(v), packing, **arguments)
     return packing.unpack(o), None
 
 

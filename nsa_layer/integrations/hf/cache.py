@@ -56,7 +56,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
             options: of `nsa_with_kvcache`.
 
         Raises:
-            ValueError: rows hold several sequences, or they or config are not those of the calls before.
+            ValueError: rows hold several sequences, or rows or config differ from the calls before.
         """
         B, T = packing.shape
         if self.cache is not None and (B, config) != (rows := len(self.cache.cache_seqlens), self.cache.config):
@@ -77,7 +77,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         return o
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, compressors: Compressors, **options: object) -> Tensor:
-        """`attend` of a token in each row, by what is on the device alone."""
+        """`attend` of a token in each row, without lengths on the host."""
         cache, lengths, self._is_counted = self.cache, self.cache.cache_seqlens, False
         for (name, compress), new in zip(compressors.items(), (k, v)):
             # Of the last tokens, whether they complete a block or not: what belongs to no block is not read.
@@ -182,7 +182,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
 
 
 class NSAModelCache(Cache):
-    """A cache of transformers for models of this package; what `generate` of these models takes of its own accord.
+    """A cache of transformers for models of this package; `generate` of these models makes it.
 
     Sequences are kept without their padding, so that blocks start at a sequence's first token.
 

@@ -44,7 +44,7 @@ def convert_to_nsa(
     """
     if type(model) not in SPARSE:
         names = ", ".join(sorted(dense.__name__ for dense in SPARSE))
-        raise NotImplementedError(f"convert_to_nsa takes {names}, got {type(model).__name__}")
+        raise NotImplementedError(f"convert_to_nsa converts {names}, got {type(model).__name__}")
     sparse = SPARSE[type(model)]
     require_config(config)
     if getattr(model, "hf_quantizer", None) is not None:
@@ -54,12 +54,12 @@ def convert_to_nsa(
     values = {name: value for name, value in model.config.to_dict().items() if name not in NOT_KEPT}
     values |= dict(nsa=asdict(config), nsa_gate=gate, nsa_compression=compression)
     with torch.device("meta"):
-        made = sparse(sparse.config_class.from_dict(values))
-    saved = made.state_dict().keys()
-    _share(made, model, type(model).__name__)
-    if others := sorted(saved ^ made.state_dict().keys()):
+        converted = sparse(sparse.config_class.from_dict(values))
+    saved = converted.state_dict().keys()
+    _share(converted, model, type(model).__name__)
+    if others := sorted(saved ^ converted.state_dict().keys()):
         raise NotImplementedError(f"convert_to_nsa of a model with adapters or changed layers: {others[0]!r}")
-    for layer in made.base_model.layers:
+    for layer in converted.base_model.layers:
         branches, device = layer.self_attn.nsa, next(layer.parameters()).device
         branches.to_empty(device=device).to(model.dtype).train(layer.training)
         for part in branches.modules():
@@ -68,8 +68,8 @@ def convert_to_nsa(
         if branches.gate_mlp is not None:
             branches.start_selected()
     if model.can_generate():
-        made.generation_config = deepcopy(model.generation_config)
-    return made
+        converted.generation_config = deepcopy(model.generation_config)
+    return converted
 
 
 def _share(sparse: nn.Module, dense: nn.Module, name: str) -> None:

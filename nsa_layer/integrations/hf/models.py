@@ -73,9 +73,9 @@ class NSABranches(Branches):
         for name, value in self.fixed.items():
             if (now := getattr(layer.config, name)) != value:
                 raise ValueError(f"config.{name} must be that of the model when it was made, {value!r}, got {now!r}")
-        own = dict(config=self.config, compressors=self.compressors() if self.networks else {})
-        own |= self.gates_of(x) | self.compress_weights()
-        return nsa_attention_forward(layer, q, k, v, mask, nsa_options=own, **options)[0]
+        arguments = dict(config=self.config, compressors=self.compressors() if self.networks else {})
+        arguments |= self.gates_of(x) | self.compress_weights()
+        return nsa_attention_forward(layer, q, k, v, mask, nsa_options=arguments, **options)[0]
 
 
 class _Attention:
@@ -123,7 +123,7 @@ class _Model:
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (NSABranches, EqualGates, BlockMLP)):  # each draws its own, and nothing that was loaded
+        if isinstance(module, (NSABranches, EqualGates, BlockMLP)):  # whose parameters that were loaded are kept
             module.reset_parameters()
 
 

@@ -15,7 +15,7 @@ from nsa_layer.checks import starts_of_lengths
 
 Tensor = torch.Tensor
 NOT_THE_CACHED = "attention_mask must be that of the cached tokens, of which it may hide a row's last, and the new ones"
-NOT_COMPILED = "position_ids start anew, and a compiled graph takes packed sequences by cu_seq_lens_q alone: give it"
+NOT_COMPILED = "position_ids start anew, and a compiled graph accepts packed sequences by cu_seq_lens_q alone: pass it"
 
 # By position_ids, the packing that `of_positions` read from them for all layers of a forward pass.
 _read: MutableMapping[Tensor, tuple[tuple[int, int] | None, BatchPacking]] = WeakTensorKeyDictionary()
