@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fuzz.blocks import Table, each_tensor, lists_of_rows, pattern_table, rows_of
 from fuzz.case import Attention
-from fuzz.kinds import passes_by_room, two_passes
+from fuzz.kinds import passes_by_capacity, two_passes
 
 EVERY = slice(None)
 Tables = list[tuple[Table, Table]]  # of each sequence, bool [heads, M, N]: listed, and full
@@ -164,7 +164,7 @@ def _planned(case: Attention, lists: Any) -> Any:
 
 def in_two_passes(case: Attention) -> bool:
     """`two_passes` of a case, where it depends on how wide its lists are too."""
-    if not passes_by_room(case):
+    if not passes_by_capacity(case):
         return two_passes(case)
     from flash_attn.cute.fwd_sm90.persistence import capacity
 

@@ -172,7 +172,7 @@ def _of_lists(c: Attention) -> set[str]:
         "wide rows" if c.spare else "compact rows": listed,
         "two passes" if two else "one pass": listed,
         "semaphore values" if c.locks else "no semaphore values": listed and c.deterministic,
-        "a CTA walks all heads of a group": heads == group > 1,
-        "a CTA walks some heads of a group": 1 < heads != group,
+        "a CTA loops over all heads of a group": heads == group > 1,
+        "a CTA loops over some heads of a group": 1 < heads != group,
     }
     return {name for name, value in has.items() if value}

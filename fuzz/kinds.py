@@ -109,7 +109,7 @@ def two_passes(case: Attention, capacity: float = math.inf) -> bool:
     return pays and heads and block_q % 128 == 0 and block_k in (64, 128) and case.compress is None
 
 
-def passes_by_room(case: Attention) -> bool:
+def passes_by_capacity(case: Attention) -> bool:
     """True if the capacity of forward lists decides: few blocks take two passes, more take one."""
     return two_passes(case, FEW) != two_passes(case)
 

@@ -32,7 +32,7 @@ class Mutation:
         seconds: within which it has to be found, on two slow cores; on a GPU for those that need one.
         properties: those that are drawn from when looking for it; their names begin so.
         shows: kinds of kernels in which it can show.
-        waits: whether kernels with it wait for a turn that never comes: what the watchdog is for.
+        waits: whether kernels with it wait for a semaphore value that never comes: what the watchdog is for.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Mutation:
     waits: bool = False
 
     def suits(self, kind: Attention | None) -> bool:
-        """True if kernels may run with it: a wrong one that waits for its turn waits forever, and a plan reads on."""
+        """True if kernels may run with it: a wrong one that waits at a semaphore waits forever, and a plan reads on."""
         if kind is None:
             return True
         return self.shows(kind) and (self.waits or not (kind.deterministic or kind.plan))

@@ -27,7 +27,7 @@ from fuzz.case import (
     Window,
 )
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
-from fuzz.kinds import passes_by_room
+from fuzz.kinds import passes_by_capacity
 from fuzz.serving import CACHE_FAULTS, NEEDS, PAGE, ROOM
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import OWN_KEYS, Case
@@ -314,9 +314,9 @@ def fields() -> st.SearchStrategy[Fields]:
 def attention(draw: st.DrawFn, kind: Attention) -> Attention:
     """Data for kernels that are compiled for `kind`: nothing drawn here compiles anything anew, but that lists of few
     blocks take two passes where the kind leaves it to them."""
-    by_room = passes_by_room(kind)
+    by_capacity = passes_by_capacity(kind)
     length = st.one_of(st.integers(1, 700), st.sampled_from((1, 64, 127, 128, 129, 256, 513, 1000)))
-    if by_room:
+    if by_capacity:
         length = st.one_of(length, st.integers(600, 1000))
     some = st.one_of(st.integers(0, 400), st.sampled_from((0, 1, 128, 129)))
     usual = st.lists(st.tuples(some, some), min_size=1, max_size=5)
@@ -341,7 +341,7 @@ def attention(draw: st.DrawFn, kind: Attention) -> Attention:
         density=st.sampled_from((0.4, 0.1, 0.8)),
         full=st.sampled_from((0.5, 0.0, 1.0)),
         shuffle=st.booleans(),
-        spare=st.sampled_from((0, 3, 8) if by_room else (0, 0, 3)),
+        spare=st.sampled_from((0, 3, 8) if by_capacity else (0, 0, 3)),
         launch=st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES),
         layout=st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3]),
         autograd=st.booleans(),

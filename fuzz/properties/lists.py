@@ -87,8 +87,8 @@ def write_order(case: Blocks) -> None:
                 assert own[b, h, n, :count].tolist() == here, f"locks of {b, h, n}: {own[b, h, n]}, expected {here}"
 
 
-@holds("lists.walk", strategies.blocks)
-def walk(case: Blocks) -> None:
+@holds("lists.merged", strategies.blocks)
+def merged(case: Blocks) -> None:
     """Mask and full blocks in one list: by rising semaphore value, the far end first among equals."""
     listed, full = tables(case)
     forward, backward = both_directions(case)
@@ -98,7 +98,7 @@ def walk(case: Blocks) -> None:
     given = compute_dq_write_order(*forward[:4], *backward[:4], order=torch.tensor(order))
     for descending in (True, False):
         options = dict(descending=descending, num_q_blocks=case.M)
-        walks = [
+        made = [
             merged_lists(backward, order=torch.tensor(order), **options),
             merged_lists(backward, order=torch.tensor(order), width=case.M, listed=bound, **options),
             merged_lists(backward._replace(dq_write_order=given[0], dq_write_order_full=given[1]), **options),
@@ -108,9 +108,9 @@ def walk(case: Blocks) -> None:
             rows.sort(key=lambda m: (int(locks[b, h, m, n]), -m if descending else m))
             entries = [2 * m + int(full[b, h, m, n]) for m in rows]
             values = [int(locks[b, h, m, n]) for m in rows]
-            for one in walks:
+            for one in made:
                 count = int(one.mask_block_cnt[b, h, n])
-                assert one.mask_block_idx[b, h, n, :count].tolist() == entries, f"walk of {b, h, n}"
+                assert one.mask_block_idx[b, h, n, :count].tolist() == entries, f"merged list of {b, h, n}"
                 assert one.dq_write_order[b, h, n, :count].tolist() == values, f"semaphore values of {b, h, n}"
 
 
@@ -189,15 +189,14 @@ def refused(forward: Any, backward: Any, **sizes: int) -> bool:
 
 
 def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[str, torch.Tensor]:
-    """All that is made of lists on a device: a transpose, semaphore values, a walk, plans; as tensors of the CPU."""
+    """All that is made of lists on a device, as tensors of the CPU."""
     sides = [each_tensor(lists, lambda t: t.to(device)) for lists in (forward, backward)]
     order = torch.tensor(launch_order(case, tables(case)[0]), device=device)
     sizes = dict(num_heads=case.H, num_heads_kv=case.H // case.group, num_q_blocks=case.M, longest=case.longest)
-    walk = merged_lists(sides[1], order=order, num_q_blocks=case.M)
     made = {
         "transposed": transpose_lists(sides[0], case.N),
         "locks": compute_dq_write_order(*sides[0][:4], *sides[1][:4], order=order),
-        "walk": walk,
+        "merged": merged_lists(sides[1], order=order, num_q_blocks=case.M),
         "plan": plan_backward(sides[1], **sizes),
         "deterministic plan": plan_backward(sides[1], deterministic=True, schedule=order, **sizes),
     }

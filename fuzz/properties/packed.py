@@ -104,7 +104,7 @@ def write_order(case: Packed) -> None:
 
 @holds("packed.plan", strategies.packed, pr=60)
 def plan(case: Packed) -> None:
-    """A pack has the items and the walks of its sequences, each as a batch of its own."""
+    """A pack has the work tiles and the entries of its sequences, each as a batch of its own."""
     (rows, most), (forward, lists) = rows_of_backward(case), sides(case)
     for Hkv, deterministic in product((2,) if case.list_heads == 2 else (2, 4), (False, True)):
         tensors, starts = call(case, Hkv)
@@ -122,15 +122,15 @@ def plan(case: Packed) -> None:
                 continue
             full = full.mT[None] if case.lists == "both" else None
             alone = plan_backward(lists_of_table(listed.mT[None], full, Random(0)), **options)
-            items, theirs = own, alone.plan
-            if Hkv < HEADS:  # items of nothing stand for a plan of nothing
-                items, theirs = (x[x[:, 4] > x[:, 3]] for x in (items, theirs))
-            assert items[:, 1:6].equal(theirs[:, 1:]), f"{items.tolist()}, alone {theirs.tolist()}"
-            for _, head, n, _, _, _, low, high in items.tolist():
+            tiles, theirs = own, alone.plan
+            if Hkv < HEADS:  # empty work tiles stand for a plan of nothing
+                tiles, theirs = (x[x[:, 4] > x[:, 3]] for x in (tiles, theirs))
+            assert tiles[:, 1:6].equal(theirs[:, 1:]), f"{tiles.tolist()}, alone {theirs.tolist()}"
+            for _, head, n, _, _, _, low, high in tiles.tolist():
                 head, row = head * case.list_heads // HEADS, n + int(planned.cu_total_n_blocks[b])
                 start, entries = (high << 32) + (low & 0xFFFFFFFF), int(alone.mask_block_cnt[0, head, n])
                 assert start == planned.cu_block_idx_offsets[head, row]
                 assert entries == planned.mask_block_cnt[head, row]
                 for name in ("mask_block_idx", "dq_write_order")[: 1 + deterministic]:
-                    walked = getattr(planned, name)[start : start + entries]
-                    assert walked.equal(getattr(alone, name)[0, head, n, :entries]), f"{name} of {b, head, n}"
+                    of_row = getattr(planned, name)[start : start + entries]
+                    assert of_row.equal(getattr(alone, name)[0, head, n, :entries]), f"{name} of {b, head, n}"

@@ -40,15 +40,15 @@ def ends(tiles: list[WorkTile], slots: int) -> bool:
     return done == len(tiles)
 
 
-def tiles_of(walk: BlockSparseTensorsTorch, rows: list[int], group: int) -> list[WorkTile]:
+def tiles_of(merged: BlockSparseTensorsTorch, rows: list[int], group: int) -> list[WorkTile]:
     """CTAs, one a key block and query head, as work tiles."""
-    B, H, N = walk.mask_block_cnt.shape
+    B, H, N = merged.mask_block_cnt.shape
     tiles = []
     for row in rows:
         head, block = divmod(row, N)
         b, h = divmod(head, H)
-        count = int(walk.mask_block_cnt[b, h, block])
-        entries, locks = (t[b, h, block, :count].tolist() for t in (walk.mask_block_idx, walk.dq_write_order))
+        count = int(merged.mask_block_cnt[b, h, block])
+        entries, locks = (t[b, h, block, :count].tolist() for t in (merged.mask_block_idx, merged.dq_write_order))
         steps = [((head, entry // 2), lock) for entry, lock in zip(entries, locks, strict=True)]
         last = (("dk", head // group, block), head % group) if group > 1 else (("dk", row), 0)
         tiles.append((steps, last))
@@ -61,11 +61,11 @@ def right_orders_end(case: Blocks) -> None:
     listed, _ = tables(case)
     _, backward = both_directions(case)
     order = launch_order(case, listed)
-    walk = merged_lists(backward, order=torch.tensor(order))
+    merged = merged_lists(backward, order=torch.tensor(order))
     heads = range(case.B * case.H)
     together = [heads[first : first + case.interleave] for first in range(0, len(heads), case.interleave)]
     rows = [head * case.N + block for some in together for block in order for head in some]
-    assert ends(tiles_of(walk, rows, case.group), case.slots)
+    assert ends(tiles_of(merged, rows, case.group), case.slots)
 
 
 @holds("schedule.plans end", strategies.blocks)
@@ -77,10 +77,12 @@ def plans_end(case: Blocks) -> None:
     Hkv = case.H // case.group
     options = dict(num_heads=case.H, num_heads_kv=Hkv, num_q_blocks=case.M, longest=case.longest)
     planned = plan_backward(backward, deterministic=True, schedule=schedule, **options)
-    walk = [t.expand(case.B, case.H, *t.shape[2:]) for t in (planned.mask_block_idx, planned.dq_write_order)]
+    entries_and_locks = [
+        t.expand(case.B, case.H, *t.shape[2:]) for t in (planned.mask_block_idx, planned.dq_write_order)
+    ]
     tiles = []
     for b, h, n, begin, end, rank in planned.plan.tolist():
-        entries, locks = (t[b, h, n, begin:end].tolist() for t in walk)
+        entries, locks = (t[b, h, n, begin:end].tolist() for t in entries_and_locks)
         steps = [((b, h, entry // 2), lock) for entry, lock in zip(entries, locks, strict=True)]
         own = ("dk", b, h // case.group, n) if case.group > 1 else ("dk", b, h, n, begin)
         tiles.append((steps, (own, rank if case.group > 1 else 0)))

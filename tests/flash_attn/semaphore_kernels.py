@@ -31,7 +31,7 @@ class Flags:
 
 
 @cute.jit
-def pass_turns(
+def pass_semaphore(
     semaphore: cute.Tensor,
     tile: Int32,
     head: Int32,

@@ -122,13 +122,13 @@ def test_a_start_may_pass_31_bits() -> None:
     lists = packed_backward("ragged", lists="no full")
     starts = torch.arange(7)[None] + (5 << 32) + (1 << 31) * torch.tensor([0, 1] * 3 + [0])
     lists = lists._replace(cu_block_idx_offsets=starts)
-    items = plan_backward(lists, num_heads=1, num_heads_kv=1, num_q_blocks=4).plan
-    low, high = items[:, 6].long() & 0xFFFFFFFF, items[:, 7].long()
+    tiles = plan_backward(lists, num_heads=1, num_heads_kv=1, num_q_blocks=4).plan
+    low, high = tiles[:, 6].long() & 0xFFFFFFFF, tiles[:, 7].long()
     assert ((high << 32) | low).equal(starts[0])
 
 
 @pytest.mark.parametrize("form", ["stacked", "ragged"])
-def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
+def test_a_list_that_all_heads_share_is_read_once(form: str) -> None:
     """As in lists of one head, though a head dimension says that there are more."""
     given = dict(num_heads=6, num_heads_kv=2, num_q_blocks=4, deterministic=True)
     lists = packed_backward(form)

@@ -105,7 +105,7 @@ def formed(heads: int, form: str, shapes: tuple[tuple[int, int], ...]) -> Any:
     return packed_write_order(lists, num_q_blocks=max(queries), cu_total_m_blocks=before)
 
 
-def assert_same_walk(mine: Any, other: Any) -> None:
+def assert_same_entries(mine: Any, other: Any) -> None:
     assert mine.full_block_cnt is None and mine.full_block_idx is None and mine.dq_write_order_full is None
     assert mine.mask_block_cnt.equal(other.mask_block_cnt) and mine.mask_block_cnt.sum() > 0
     counts = mine.mask_block_cnt.tolist()
@@ -119,7 +119,7 @@ def assert_same_walk(mine: Any, other: Any) -> None:
 @pytest.mark.parametrize("spt", [False, True])
 @pytest.mark.parametrize("lengths", ["cu_seqlens", "in use", "one"])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt: bool) -> None:
+def test_stacked_lists_are_merged_like_ragged_ones(heads: int, lengths: str, spt: bool) -> None:
     """By where the queries start, how many are in use, or the one length that all sequences have."""
     shapes = tuple((4, N) for _, N in SHAPES) if lengths == "one" else SHAPES
     stacked, ragged = (formed(heads, form, shapes)._replace(spt=spt) for form in ("stacked", "ragged"))
@@ -132,11 +132,11 @@ def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt
         given["cu_seqlens_q"] = torch.nn.functional.pad(held.cumsum(0), (1, 0)).int()
         given["seqused_q"] = queries if lengths == "in use" else None
     mine, other = (prepare(lists, 90, True, **given) for lists in (stacked, ragged))
-    assert_same_walk(mine, other)
+    assert_same_entries(mine, other)
     # What room there is for entries is that of one of the two lists.
     assert mine.mask_block_idx.numel() == stacked.mask_block_idx.numel()
     unknown = prepare(stacked, 90, True, **(given | dict(seqlen_q=torch.tensor(512))))  # by the host
-    assert_same_walk(unknown, other)
+    assert_same_entries(unknown, other)
 
 
 def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
@@ -217,7 +217,7 @@ def ordered_reduction(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
     from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
     @cute.jit
-    def all_turns(cases: cute.Tensor, out: cute.Tensor):
+    def all_ranks(cases: cute.Tensor, out: cute.Tensor):
         for i in range(cute.size(cases, mode=[0])):
             info, n, m = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1]), cases[i, 4], cases[i, 5]
             if const_expr(compressed):
@@ -232,12 +232,12 @@ def ordered_reduction(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
     with unset_fake_temporarily():
         out = torch.full((len(cases),), -1, dtype=torch.int32)
         args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
-        cute.compile(all_turns, *args, options="--enable-tvm-ffi")(cases, out)
+        cute.compile(all_ranks, *args, options="--enable-tvm-ffi")(cases, out)
         return out
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_turns_are_in_the_order_of_the_launch(compiler_sm90: Worker, compressed: bool) -> None:
+def test_ranks_are_in_the_order_of_the_launch(compiler_sm90: Worker, compressed: bool) -> None:
     pairs = [(3, -20), (3, 2), (16, 31)] if compressed else [(1, 0)]
     calls = [(*call, *pair) for call in product((1, 5, 33, 64), (1, 8, 33, 70)) for pair in pairs]
     cases = []
@@ -261,8 +261,8 @@ def code_of(case: Case) -> list[tuple[list[int], bool]]:
     return [(frames(cubin), serialized(cubin)) for cubin in code if b"FlashAttentionBackwardSm90" in cubin]
 
 
-def test_products_overlap_beside_turns(compiler_sm90: Worker) -> None:
-    """Turns at dk and dv among the products would have the compiler wait for each of these: 1.25 times as long."""
+def test_products_overlap_beside_semaphores(compiler_sm90: Worker) -> None:
+    """Semaphores of dk and dv among the products would have the compiler wait for each of these: 1.25 times as long."""
     case = Case(D=128, T_q=1000, T_k=300, Hq=6, compress=(3, 2), deterministic=True)
     assert compiler_sm90.run(code_of, case) == [([0], False)]
 
@@ -278,7 +278,7 @@ CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=Tr
 
 
 def semaphore_calls(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
-    """For each turn the compiled kernel may pass on: heads of a group, flags in use, and the branches around it."""
+    """For each semaphore that is passed on: heads of a group, flags in use, and the branches around it."""
     from flash_attn.cute import flash_bwd_sm100
 
     x = make_inputs(case)
@@ -288,35 +288,35 @@ def semaphore_calls(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize("case", [CASE, replace(CASE, D=128, Hkv=1, block=(256, 256))], ids=str)
-def test_both_gradients_have_a_turn_of_nothing(compiler_sm100: Worker, case: Case) -> None:
+def test_both_gradients_pass_on_the_semaphore_of_an_empty_tile(compiler_sm100: Worker, case: Case) -> None:
     """Only where a CTA has nothing to loop, and for the flags of both warpgroups."""
     assert compiler_sm100.trace(semaphore_calls, case) == [(case.Hq // case.Hkv, 2, ("scf.if",))] * 2
 
 
 @pytest.mark.parametrize("change", [{"deterministic": False}, {"Hkv": 4}], ids=str)
-def test_no_turns_where_nothing_is_added_in_order(compiler_sm100: Worker, change: dict) -> None:
+def test_no_semaphores_where_nothing_is_added_in_order(compiler_sm100: Worker, change: dict) -> None:
     assert compiler_sm100.trace(semaphore_calls, replace(CASE, **change)) == []
 
 
 def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
-    """Both flags of each key tile, key/value head and sequence, after a turn at one of them; in a worker."""
+    """Both flags of each key tile, key/value head and sequence, after one of them is passed on; in a worker."""
     import cutlass.cute as cute
     from cutlass import Int32
     from cutlass.cute.runtime import from_dlpack
-    from semaphore_kernels import Flags, list_rows, pass_turns
+    from semaphore_kernels import Flags, list_rows, pass_semaphore
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(list_rows, "barrier", Flags)
         of = torch.full((2, 3, 4, 2), before, dtype=torch.int32)  # as the interface makes it: [B, Hkv, tiles, 2]
         rank = from_dlpack(of.permute(2, 3, 1, 0)), Int32(3), Int32(head), Int32(1)
-        cute.compile(pass_turns, *rank, group, flags)(*rank)
+        cute.compile(pass_semaphore, *rank, group, flags)(*rank)
         return of.flatten(0, 2).tolist()
 
 
 @pytest.mark.parametrize("flags", [1, 2])
 @pytest.mark.parametrize("head", [4, 5])
-def test_a_turn_is_waited_for_and_given_on(compiler_sm100: Worker, head: int, flags: int) -> None:
+def test_a_semaphore_is_waited_for_and_passed_on(compiler_sm100: Worker, head: int, flags: int) -> None:
     at, before = (1 * 3 + head // 2) * 4 + 3, head % 2
     expected = [[before, before] for _ in range(24)]
     expected[at] = [before + 1, before + 1 if flags == 2 else before]

@@ -84,9 +84,9 @@ def test_heads_divide_the_group_and_never_take_longer() -> None:
     for tokens, (Hq, Hkv), left in product((1, 300, 4000, 50000), ((1, 1), (6, 2), (12, 1), (64, 4)), (0, 511, 4095)):
         shape = dict(batch=2, heads=(Hq, Hkv), tile=(64, 128), sms=132)
         n = two_pass.window_heads_per_cta((left, 0), (tokens, tokens), **shape)
-        walks, tiles = -(-tokens // 128) * Hq * 2, -(-min(tokens, left + 128) // 64)
+        loops, tiles = -(-tokens // 128) * Hq * 2, -(-min(tokens, left + 128) // 64)
         assert Hq // Hkv % n == 0
-        assert two_pass.window_time(walks // n, n * tiles, 132) <= two_pass.window_time(walks, tiles, 132)
+        assert two_pass.window_time(loops // n, n * tiles, 132) <= two_pass.window_time(loops, tiles, 132)
 
 
 @pytest.mark.gpu

@@ -67,17 +67,17 @@ def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("share", [3, 1000])
 def test_every_seen_tile_has_one_writer_the_last_key_tile(compiler_sm90: Worker, share: int) -> None:
-    cases, walks = [], []
+    cases, loops = [], []
     for at in shapes():
         for n in range(-(-at[1] // TILE_N)):
             begin = compress_schedule.first_query_tile(CompressArgs(*at[2:]), n * TILE_N, at[0], TILE_M)
             end = -(-at[0] // TILE_M)
             for first in range(0, -(-at[0] // TILE_M), share):
-                walks.append((at, n, max(begin, first), min(end, first + share)))
-                cases.append((*at, n, walks[-1][-1]))
+                loops.append((at, n, max(begin, first), min(end, first + share)))
+                cases.append((*at, n, loops[-1][-1]))
     ends = compiler_sm90.run(written_ends, torch.tensor(cases, dtype=torch.int32), TILE_M, TILE_N)
     writers = {at: torch.zeros_like(seen(*at), dtype=torch.int32) for at in shapes()}
-    for (at, n, begin, end), written in zip(walks, ends.tolist()):
+    for (at, n, begin, end), written in zip(loops, ends.tolist()):
         writers[at][begin : max(begin, min(written, end)), n] += 1
     for at, wrote in writers.items():
         some = seen(*at)
@@ -122,7 +122,7 @@ def test_later_keys_of_a_share_are_launched_first(compiler_sm90: Worker, shares:
     assert compiler_sm90.run(launched, shares) == [(n, head, batch, share) for batch, share, head, n in order]
 
 
-def key_turns(ctas: list[tuple[int, ...]], shares: int, group: int) -> list[int]:
+def key_ranks(ctas: list[tuple[int, ...]], shares: int, group: int) -> list[int]:
     """CTAs that add to the same dk and dv before each one; in a worker."""
     from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
@@ -138,7 +138,7 @@ def test_deterministic_adds_are_in_the_order_of_the_launch(
 ) -> None:
     ctas, added = compiler_sm90.run(launched, SHARES, heads, name), Counter[tuple[int, ...]]()
     assert len(set(ctas)) == len(ctas)
-    for (n, head, batch, share), rank in zip(ctas, compiler_sm90.run(key_turns, ctas, SHARES, group), strict=True):
+    for (n, head, batch, share), rank in zip(ctas, compiler_sm90.run(key_ranks, ctas, SHARES, group), strict=True):
         keys, queries = (n, head // group, batch), (head, batch, share, "dq")
         assert (rank, BLOCKS - 1 - n) == (added[keys], added[queries])
         added.update([keys, queries])

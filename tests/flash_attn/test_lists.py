@@ -183,8 +183,7 @@ def test_mask_lists_for_every_head_and_full_lists_for_one() -> None:
     full_cnt, full_idx = free[:2]
     mixed = BlockSparseTensorsTorch(*many[:2], full_cnt, full_idx)
     repeated = BlockSparseTensorsTorch(*many[:2], full_cnt.expand(1, 3, -1), full_idx.expand(1, 3, -1, -1))
-    for mine, other in zip(merged(mixed), merged(repeated), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    assert_equal(merged(mixed), merged(repeated))
 
 
 def band(heads: int, blocks: int, listed: int, capacity: int) -> tuple[torch.Tensor, ...]:
@@ -225,11 +224,9 @@ def test_width_and_bound() -> None:
     tight, total = int(count.max()), int(count.sum())
     wide, narrow = merged(backward), merged(backward, width=tight, listed=total)
     assert narrow[1].shape[3] == tight < wide[1].shape[3]
-    for mine, other in zip(narrow[1:], wide[1:], strict=True):
-        torch.testing.assert_close(mine, other[..., :tight], rtol=0, atol=0)
+    assert_equal(narrow[1:], tuple(t[..., :tight] for t in wide[1:]))
     bounded = compute_dq_write_order(*arguments(forward, backward), listed=total)
-    for mine, other in zip(bounded, compute_dq_write_order(*arguments(forward, backward)), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    assert_equal(bounded, compute_dq_write_order(*arguments(forward, backward)))
 
 
 def test_more_query_blocks_than_an_int_counts() -> None:
@@ -280,18 +277,16 @@ def results(case: Blocks, forward: BlockSparseTensorsTorch, backward: BlockSpars
     yield transpose_lists(forward, case.N, width=case.M)[:4]
 
 
-def assert_same(mine: list[Any], other: list[Any]) -> None:
-    for a, b in ((a, b) for tensors in zip(mine, other, strict=True) for a, b in zip(*tensors, strict=True)):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=0)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_same_as_on_the_cpu(case: Blocks) -> None:
     lists = both_directions(case)
     expected = list(results(case, *lists))
+
+    def compare(found: list[Any]) -> None:
+        for mine, other in zip(found, expected, strict=True):
+            assert_equal(tuple(None if t is None else t.cpu() for t in mine), other)
+
     on_gpu = [BlockSparseTensorsTorch(*(t.cuda() if torch.is_tensor(t) else t for t in side)) for side in lists]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -299,13 +294,13 @@ def test_same_as_on_the_cpu(case: Blocks) -> None:
         actual = list(results(case, *on_gpu))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert_same(actual, expected)
+    compare(actual)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = list(results(case, *on_gpu))
     graph.replay()
     torch.cuda.synchronize()
-    assert_same(captured, expected)
+    compare(captured)
 
 
 @pytest.mark.gpu

@@ -29,13 +29,13 @@ def in_branch_of_loop(call: MaskCall) -> bool:
 def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None:
     """On SM90 in a loop of its own, beside one for keys that end with a block (test_forward_steps.py)."""
     calls = compiler.trace(masks, case)
-    own_walk = compiler.arch == "sm_90"
-    at_tail = [call for call in calls if (in_loop if own_walk else in_branch_of_loop)(call) and call.mask_seqlen]
+    own_loop = compiler.arch == "sm_90"
+    at_tail = [call for call in calls if (in_loop if own_loop else in_branch_of_loop)(call) and call.mask_seqlen]
     # One for the partial blocks, with the mask_mod if there is one, and one for the full blocks.
     assert {False, bool(case.mask_mod)} == {call.mask_mod for call in at_tail}
     assert len(at_tail) >= 2
     without = [call for call in calls if in_loop(call) and not call.mask_seqlen]
-    assert len(without) == (own_walk and bool(case.mask_mod))
+    assert len(without) == (own_loop and bool(case.mask_mod))
 
 
 @pytest.mark.parametrize("case", CUT, ids=str)

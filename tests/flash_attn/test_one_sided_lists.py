@@ -223,19 +223,9 @@ def test_a_window_without_limits_is_no_mask(attend: Any, given: str, window: tup
 
 @pytest.mark.usefixtures("launched")
 @PUBLIC
-def test_both_lists(attend: Any) -> None:
-    assert attend(*inputs("qkv"), block_sparse_tensors=LISTS, block_sparse_tensors_bwd=LISTS) == "launched"
-
-
-@pytest.mark.usefixtures("launched")
-@PUBLIC
-def test_inference_needs_forward_lists_alone(attend: Any) -> None:
-    assert attend(*inputs(), block_sparse_tensors=LISTS) == "launched"
+def test_calls_that_need_no_mask(attend: Any) -> None:
+    """Without lists, with both, and without gradients with forward lists alone."""
+    one, both = dict(block_sparse_tensors=LISTS), dict(block_sparse_tensors=LISTS, block_sparse_tensors_bwd=LISTS)
+    assert attend(*inputs("qkv")) == attend(*inputs("qkv"), **both) == attend(*inputs(), **one) == "launched"
     with torch.no_grad():
-        assert attend(*inputs("qkv"), block_sparse_tensors=LISTS) == "launched"
-
-
-@pytest.mark.usefixtures("launched")
-@PUBLIC
-def test_no_lists(attend: Any) -> None:
-    assert attend(*inputs("qkv")) == "launched"
+        assert attend(*inputs("qkv"), **one) == "launched"

@@ -49,7 +49,7 @@ def gradients(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, **more:
 
 
 def tables(block: tuple[int, int] | None = (128, 128), capacity: tuple[int, ...] = (9,), **fields: Any) -> Any:
-    """Lists of one block a row; room: of a row of mask lists, and of full ones."""
+    """Lists of one block a row; capacity: of a row of mask lists, and of full ones."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     cnt, indices = (
@@ -132,9 +132,9 @@ def test_two_passes_that_cannot_be_are_refused(changes: dict[str, Any], kind: ty
         takes(**changes)
 
 
-def test_room_says_how_many_blocks_are_few() -> None:
+def test_capacity_says_how_many_blocks_are_few() -> None:
     """The device alone knows how many blocks the rows list. Stacked and ragged rows, and lists without tensors, have
-    no room that would say it."""
+    no capacity that would say it."""
     wide = tables(capacity=(9,))
     for lists in (wide, tables(capacity=(300,)), wide._replace(mask_block_idx=torch.zeros(1, dtype=torch.int32))):
         assert not takes(forward=lists)

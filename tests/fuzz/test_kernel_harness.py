@@ -157,7 +157,7 @@ def test_lists_made_on_a_device() -> None:
     """Lists that the GPU's are compared with: every kind, and nothing left on a device."""
     case = Blocks(M=3, N=4)
     made = made_from(*both_directions(case), case, "cpu")
-    assert {name.split(",")[0] for name in made} == {"transposed", "locks", "walk", "plan", "deterministic plan"}
+    assert {name.split(",")[0] for name in made} == {"transposed", "locks", "merged", "plan", "deterministic plan"}
 
 
 def test_layouts_hold_the_same_values() -> None:

@@ -31,7 +31,7 @@ ON_A_CPU = [name for name, mutation in ALL.items() if not mutation.needs and nam
 
 
 def test_kernel_faults_have_kinds_to_show_in() -> None:
-    """Kernels that wait for a turn run only with the fault that is there for the watchdog."""
+    """Kernels that wait for a semaphore value run only with the fault that is there for the watchdog."""
     for mutation in ALL.values():
         assert mutation.what and mutation.properties
         suiting = [kind for kind in KINDS if mutation.suits(kind)]
@@ -49,7 +49,7 @@ def test_kernel_faults_take_what_the_function_takes(name: str) -> None:
     signature(ALL[name].change(original)).bind(*positional, **by_name)
 
 
-def test_a_turn_that_never_comes() -> None:
+def test_a_semaphore_value_that_never_comes() -> None:
     """The fault for the watchdog leaves no entry that may add first."""
     case = listed(deterministic=True, passes=1, T_q=300, T_k=300, pattern="full")
     assert (attention_lists.backward_lists(case, device="cpu").dq_write_order == 0).any()

@@ -14,7 +14,7 @@ from fuzz.case import Attention
 
 @pytest.mark.parametrize("case", [case for case in sanitize.CASES if isinstance(case, Attention)], ids=repr)
 def test_stages_are_filled_anew(case: Attention) -> None:
-    """Races are about the earlier content of a stage: a CTA of backward walks more rows than two stages hold."""
+    """Races are about the earlier content of a stage: a CTA of backward loops over more rows than two stages hold."""
     (rows, _), (block_q, block_k) = case.lengths[0], case.block or (128, 128)
     if case.lists:
         lists = backward_lists(case, device="cpu")

@@ -17,7 +17,7 @@ from fuzz.attention import both_lists, make_inputs
 from fuzz.attention_lists import in_two_passes
 from fuzz.case import FORMS, Attention
 from fuzz.features import claims, faults, features
-from fuzz.kinds import COMPRESSED, FEW, KINDS, call, listed, passes_by_room, two_passes
+from fuzz.kinds import COMPRESSED, FEW, KINDS, call, listed, passes_by_capacity, two_passes
 from fuzz.properties.models import prompts
 
 WAYS: dict[str, Callable] = {
@@ -136,10 +136,10 @@ def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
             assert two_pass.takes(passes, **given) == in_two_passes(case), case
 
 
-BY_ROOM = [kind for kind in KINDS if passes_by_room(kind)]
+BY_CAPACITY = [kind for kind in KINDS if passes_by_capacity(kind)]
 AUTOGRAD = {"autograd", "not autograd"}
 OF_KINDS = [
-    *((kind, {"two passes", "one pass"} | AUTOGRAD, set()) for kind in BY_ROOM),
+    *((kind, {"two passes", "one pass"} | AUTOGRAD, set()) for kind in BY_CAPACITY),
     *(  # semaphore values are ignored, through autograd too
         (kind, {"two passes", "semaphore values", "no semaphore values"} | AUTOGRAD, {"one pass"})
         for kind in KINDS
@@ -167,17 +167,17 @@ def test_what_kinds_are_drawn_with(kind: Attention, wanted: set[str], never: set
 
 
 def test_lists_decide_on_passes_in_batches_and_packs() -> None:
-    assert {bool(kind.packed) for kind in BY_ROOM} == {False, True}
+    assert {bool(kind.packed) for kind in BY_CAPACITY} == {False, True}
 
 
-def test_ctas_walk_several_heads() -> None:
+def test_ctas_loop_over_several_heads() -> None:
     """In backward under a window, all heads of a group and some, each where bits are to repeat and where not."""
     found: dict[tuple[bool, bool], Counter] = {}
     for kind in KINDS:
         if kind.mask == "window" and kind.Hq >= 24:
             _, counts = drawn(strategies.attention(kind))
             found.setdefault((bool(kind.packed), kind.deterministic), Counter()).update(counts)
-    some, every = (f"a CTA walks {which} heads of a group" for which in ("some", "all"))
+    some, every = (f"a CTA loops over {which} heads of a group" for which in ("some", "all"))
     assert set(found) == {(False, False), (False, True), (True, True)}
     for counts in found.values():
         assert counts[some] + counts[every] >= 5, "of 100"
