@@ -197,9 +197,7 @@ class NSAttention(Branches):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
         theirs, errors = any(name.startswith(f"{prefix}branch_proj.") for name in state_dict), lists[-1]
         if strict and theirs != self.kv_per_branch and f"{prefix}q_proj.weight" in state_dict:
-            errors.append(
-                f"{prefix}kv_per_branch={self.kv_per_branch}, but this state is of kv_per_branch={per_branch}"
-            )
+            errors.append(f"{prefix}kv_per_branch={self.kv_per_branch}, but this state is of kv_per_branch={theirs}")
 
     def forward(
         self,
