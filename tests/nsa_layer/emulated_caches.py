@@ -136,14 +136,16 @@ def infer(tensors, spec, memory, pages, side_stream):
         k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages.table]) for x in (k, v))
         cu = pages.starts
         for name, whole in (("k_win", k), ("v_win", v)):
-            given[name], stretch = torch.zeros_like(whole), given[name]
+            if (stretch := given[name]) is None:
+                continue
+            given[name] = torch.zeros_like(whole)
             for b, (first, at) in enumerate(zip(q_offset.tolist(), pages.in_window.tolist())):
                 of_b = _rows(stretch, cu, b)[: k.shape[1] - first + at]
                 given[name][b, first - at : first - at + len(of_b)] = of_b
-        if cu is not None:
-            rooms = spec.lengths_k
+        if (rooms := spec.lengths_k) is not None:
             k, v, given["k_win"], given["v_win"] = (
-                torch.cat([x[b, :S] for b, S in enumerate(rooms)]) for x in (k, v, given["k_win"], given["v_win"])
+                x if x is None else torch.cat([x[b, :S] for b, S in enumerate(rooms)])
+                for x in (k, v, given["k_win"], given["v_win"])
             )
     if spec.bound is not None:
         lengths = tensors.cu_seqlens.diff().tolist()

@@ -220,6 +220,7 @@ VARIANTS = {
     "overlapping, weights": replace(CASE, config=OVERLAPPING, compress_weights=True),
     "gates given": replace(CASE, gate="given"),
     "own keys": replace(CASE, own_keys=OWN_KEYS),
+    "no window": replace(CASE, config=SMALL.replace(window_size=0)),
     "own keys, overlapping": replace(CASE, own_keys=("k_cmp", "v_win"), config=OVERLAPPING),
 }
 KEPT = {"contiguous": (False, True), "paged": (True, True), "made anew": (True, False)}  # paged, with compressed caches
@@ -232,7 +233,7 @@ def test_variants(backend: str, kept: str, name: str) -> None:
         Caches(make_inputs(VARIANTS[name]), *KEPT[kept]).finish(CUTS["ragged"], backend)
 
 
-@pytest.mark.parametrize("name", ["overlapping, weights", "own keys"])
+@pytest.mark.parametrize("name", ["overlapping, weights", "own keys", "no window"])
 def test_reference(name: str) -> None:
     Caches(make_inputs(VARIANTS[name]), True).finish(CUTS["ragged"], "reference")
 

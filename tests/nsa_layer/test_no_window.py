@@ -1,4 +1,4 @@
-"""`window_size=0`: the sliding window is left out, in numbers, in what is launched and in what is saved."""
+"""`window_size=0`: the sliding window is left out, in numbers, launches and saved tensors; caches: `test_kvcache`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
-from nsa_layer import NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache
+from nsa_layer import NSACache, NSAConfig, NSAttention, nsa
 from nsa_layer.cute.memory_plan import predict
 from nsa_tools.shape import Shape
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -42,21 +42,6 @@ def test_it_is_a_window_that_counts_nothing(backend: str, gate: str) -> None:
         assert run(backend, inputs).o.equal(got.o)
     if gate == "weight":
         assert not got.grads["gate_weight"][:, 2].any() and got.grads["gate_weight"][:, :2].any()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_on_caches(backend: str) -> None:
-    inputs = make_inputs(Case(T=40, Hq=4, Hkv=2, D=8, dtype=torch.float64, config=NO_WINDOW, gate="given"))
-    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
-    whole, aux = nsa(q, k, v, gates=gates, config=NO_WINDOW, backend=backend, return_aux=True)
-    caches = dict(k_cache=torch.zeros(1, 48, 2, 8).double(), v_cache=torch.zeros(1, 48, 2, 8).double())
-    for first, end in ((0, 17), (17, 18), (18, 40)):
-        part = slice(first, end)
-        step = dict(k=k[:, part], v=v[:, part], gates=gates[:, part], cache_seqlens=first, config=NO_WINDOW)
-        o, lses = nsa_with_kvcache(q[:, part], **caches, **step, backend=backend, return_lse=True)
-        torch.testing.assert_close(o, whole[:, part])
-        torch.testing.assert_close(lses[1], aux.lse_slc[..., part])
-        assert (lses[2] == -torch.inf).all()
 
 
 def test_the_module_makes_no_keys_for_it() -> None:
