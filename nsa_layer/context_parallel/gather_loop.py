@@ -54,10 +54,6 @@ class GatherLoop:
     def __init__(self, call: GatherCall, tensors: CallTensors) -> None:
         """tensors: this rank's; ``k_win`` and ``v_win`` both or none."""
         self.call, self.spec, self.tensors, (q, k) = call, call.spec, tensors, tensors[:2]
-        if call.backend == "cute":
-            from nsa_layer.kernels.launch import readable
-
-            self.tensors = tensors.map(readable)
         cp, config, self.packed = call.cp, call.spec.config, q.dim() == 3
         self.tokens = ShardLayout.of_tokens(cp, q.shape[-3])
         lengths, chunk = call.spec.lengths or (self.tokens.total,), self.tokens.counts[0]
@@ -145,6 +141,10 @@ class GatherLoop:
         A step's exchange also sends `d_keys` of the step before, each shard's gradients of these tensors, and writes
         their sums to `grads`; of the one before that where exchanges run beside attention.
         """
+        if self.call.backend == "cute":  # not of fake tensors, which are not exchanged
+            from nsa_layer.kernels.launch import readable
+
+            self.tensors = self.tensors.map(readable)
         behind = 1 + self.ahead
         count, exchanges = len(self.steps) + (behind if d_keys else 0), deque()
         for step in range(count):

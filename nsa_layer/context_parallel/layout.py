@@ -73,15 +73,17 @@ class ShardLayout(NamedTuple):
                 yield rank, slice(starts[chunk], starts[chunk + 1]), slice(first, end)
                 first = end
 
-    def pieces(self, ranges: Ranges) -> Iterator[tuple[int, int, slice, int, slice]]:
-        """Each part of a rank's range that is in one chunk.
+    def pieces(self, ranges: Ranges, rank: int) -> Iterator[tuple[int, int, slice, int, slice]]:
+        """Each part of a range that is in one chunk, where the range or the chunk is this rank's.
 
         Returns:
             (rank whose range it is, number of the range, rows in it; rank that holds the rows, rows in its shard).
         """
+        chunks = [*self.chunks()]
+        own = [each for each in chunks if each[0] == rank]
         for reader, of_rank in enumerate(ranges):
             for i, rows in enumerate(of_rank):
-                for holder, chunk, local in self.chunks():
+                for holder, chunk, local in chunks if reader == rank else own:
                     start, stop = max(rows.start, chunk.start), min(rows.stop, chunk.stop)
                     if start < stop:
                         first = local.start - chunk.start

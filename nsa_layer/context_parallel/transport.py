@@ -57,12 +57,12 @@ class Exchange:
         whole, rank = ranges is None, self.cp.rank
         ranges = layout.all_rows if whole else ranges
         buffers = [x.new_empty((len(x), rows.stop - rows.start, *x.shape[2:])) for rows in ranges[rank]]
-        for reader, i, rows, holder, local in layout.pieces(ranges):
+        for reader, i, rows, holder, local in layout.pieces(ranges, rank):
             if reader == holder == rank:
                 copy(buffers[i][:, rows], x[:, local])
             elif holder == rank:
                 self._add(dist.isend, buffers[0][:, rows] if whole else contiguous(x[:, local]), reader)
-            elif reader == rank:
+            else:
                 self._add(dist.irecv, buffers[i][:, rows], holder)
         return buffers
 
@@ -76,12 +76,12 @@ class Exchange:
             ranges: as for `gather`.
         """
         addends, rank, received = [contiguous(x) for x in addends], self.cp.rank, []
-        for reader, i, rows, holder, local in layout.pieces(layout.all_rows if ranges is None else ranges):
+        for reader, i, rows, holder, local in layout.pieces(layout.all_rows if ranges is None else ranges, rank):
             if reader == rank:
                 addend = addends[i][:, rows]
                 if holder != rank:
                     self._add(dist.isend, addend, holder)
-            elif holder == rank:
+            else:
                 addend = addends[0].new_empty((len(out), local.stop - local.start, *out.shape[2:]))
                 self._add(dist.irecv, addend, reader)
             if holder == rank:
