@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
+from importlib import import_module
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nsa_layer import ContextParallel, NSAConfig
+from nsa_layer import ContextParallel, NSAConfig, shard_sequence
 from nsa_layer.call_spec import CallTensors
 from nsa_layer.context_parallel import gather, gather_loop, heads, layout
 from nsa_layer.context_parallel.checks import BLOCKS, KINDS, TILES, TOKENS, WEIGHTS
@@ -23,6 +26,43 @@ OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, b
 MODES = ("heads", "gather")
 RANKS = [(2, "zigzag"), (4, "zigzag"), (4, None), (2, None)]
 CLOSE = dict(rtol=1e-12, atol=1e-12)
+
+
+def by_ranks(size: int | None = 2, fixture: str = "on_ranks") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that each rank of a group does: its first argument is the group, the others are those of the test.
+
+    Args:
+        size: of the group; None: an argument of the test.
+        fixture: has ranks do work.
+    """
+
+    def decorate(work: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            run = given.pop(fixture)
+            run(given.pop("size") if size is None else size, _do, work.__module__, work.__name__, given)
+
+        names = [*list(signature(work).parameters)[1:], fixture, *(["size"] if size is None else [])]
+        test.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
+        test.__name__, test.__module__, test.__doc__, test.work = work.__name__, work.__module__, work.__doc__, work
+        return test
+
+    return decorate
+
+
+def _do(group: Any, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(import_module(module), name).work(group, **given)
+
+
+def part_of(tensors: dict[str, torch.Tensor], cp: ContextParallel, dim: int) -> dict[str, torch.Tensor]:
+    """A rank's tokens of whole tensors, in memory of their own."""
+    return {name: shard_sequence(x, cp, dim=dim).detach().clone() for name, x in tensors.items()}
+
+
+def step(attend: Callable[..., Any], tensors: dict[str, torch.Tensor], *lists: torch.Tensor) -> list[torch.Tensor]:
+    """o of q, k and v, their gradients by do, and the log-sum-exp if it is returned."""
+    leaves = [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
+    o, *lse = outputs if isinstance(outputs := attend(*leaves, *lists), tuple) else (outputs,)
+    return [o.detach(), *torch.autograd.grad(o, leaves, tensors["do"]), *lse]
 
 
 def shard(x: torch.Tensor, rows: ShardLayout, cp: ContextParallel, dim: int) -> torch.Tensor:
@@ -63,11 +103,16 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
         torch.testing.assert_close(x, whole, **CLOSE, msg=lambda message: f"{name}: {message}")
 
 
-def in_steps(work: Callable[..., None], group: Any, *args: Any) -> None:
-    """A few heads at a time, however short calls are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "STEPS_FROM", 1)
-        work(group, *args)
+def in_steps(work: Callable[..., None]) -> Callable[..., None]:
+    """Work a few heads at a time, however short calls are."""
+
+    @wraps(work)
+    def worked(*args: Any, **given: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layout, "STEPS_FROM", 1)
+            work(*args, **given)
+
+    return worked
 
 
 def own_heads_in_two(tensors: CallTensors, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
@@ -82,11 +127,11 @@ def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, l
         patch.setattr(layout, "STEP_TOKENS", 1)
         if load_balance is None:
             patch.setattr(gather_loop, "OVERLAP_BELOW", 1)
-        in_steps(compare, group, case, mode, load_balance, listed)
+        in_steps(compare)(group, case, mode, load_balance, listed)
 
 
 def compare_recorded(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
     """By the operators of graphs, which know no lengths of packed sequences."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "is_recorded", lambda *_: True)
-        in_steps(compare, group, case, "gather", load_balance, listed)
+        in_steps(compare)(group, case, "gather", load_balance, listed)

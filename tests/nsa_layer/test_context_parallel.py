@@ -19,9 +19,12 @@ from rank_cases import (
     RANKS,
     SMALL,
     OnRanks,
+    by_ranks,
     compare,
     compare_recorded,
     compare_steps,
+    part_of,
+    step,
 )
 
 from nsa_layer import ContextParallel, NSAConfig, NSAttention, selected_attention, shard_sequence, unshard_sequence
@@ -78,42 +81,45 @@ def test_ranks_give_what_one_gives(name: str, size: int, load_balance: str | Non
             on_ranks(size, compare, case, mode, load_balance)
 
 
-def attend_to_lists(group: Any, case: Case, mode: str, load_balance: str | None, q_tile: int, heads: int) -> None:
-    """`selected_attention` on each rank, with lists of `heads` heads."""
-    cp = ContextParallel(group, mode=mode, load_balance=load_balance)
-    inputs, dim = make_inputs(case), 0 if case.lengths else 1
-    T = inputs.q.shape[dim]
-    draw = torch.Generator().manual_seed(1)
-    shape = (*([case.B] if dim else []), -(-T // q_tile), heads, 3)
-    lists = torch.randint(-1, min(case.lengths or (T,)) // 8, shape, generator=draw, dtype=torch.int32)
-    static = dict(block_size=8, causal=case.causal, cu_seqlens=inputs.cu_seqlens, return_lse=True)
-    part = partial(shard_sequence, cp=cp, dim=dim)
-
-    def step(q: Any, k: Any, v: Any, lists: Any, do: Any, **more: Any) -> tuple[torch.Tensor, ...]:
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        o, lse = selected_attention(*leaves, lists, **static, **more)
-        return o.detach(), *torch.autograd.grad(o, leaves, do), lse
-
-    tensors = (inputs.q, inputs.k, inputs.v, lists, inputs.do)
-    *whole, lse = step(*tensors)
-    *local, local_lse = step(*map(part, tensors), cp=cp)
-    torch.testing.assert_close(local, [*map(part, whole)], **CLOSE)
-    torch.testing.assert_close(local_lse, shard_sequence(lse, cp, dim=-1), **CLOSE)
+LISTS = Case(B=2, T=96, D=8, Dv=6, dtype=torch.float64, Hq=8, Hkv=4)
 
 
 @pytest.mark.parametrize(
+    "case, q_tile, heads",
+    [(LISTS, 1, 4), (replace(LISTS, causal=False), 4, 8), (replace(LISTS, lengths=(40, 0, 16, 40)), 1, 8)],
+    ids=["key/value heads", "tiles and query heads", "packed"],
+)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
     "size, load_balance", [(2, "zigzag"), *(pytest.param(*x, marks=pytest.mark.sweep) for x in RANKS[1:])]
 )
-def test_ranks_attend_to_lists(size: int, load_balance: str | None, on_ranks: OnRanks) -> None:
-    case = Case(B=2, T=96, D=8, Dv=6, dtype=torch.float64, Hq=8, Hkv=4)
-    packed = replace(case, lengths=(40, 0, 16, 40))
-    for mode in ("heads", "gather"):
-        on_ranks(size, attend_to_lists, case, mode, load_balance, 1, 4)
-        on_ranks(size, attend_to_lists, replace(case, causal=False), mode, load_balance, 4, 8)
-        on_ranks(size, attend_to_lists, packed, mode, load_balance, 1, 8)
+@by_ranks(size=None)
+def test_ranks_attend_to_lists(
+    group: Any, case: Case, q_tile: int, heads: int, mode: str, load_balance: str | None
+) -> None:
+    inputs, dim, cp = make_inputs(case), 0 if case.lengths else 1, ContextParallel(group, mode, load_balance)
+    draw, T = torch.Generator().manual_seed(1), inputs.q.shape[dim]
+    shape = (*([case.B] if dim else []), T // q_tile, heads, 3)
+    lists = torch.randint(-1, min(case.lengths or (T,)) // 8, shape, generator=draw, dtype=torch.int32)
+    attend = partial(selected_attention, block_size=8, causal=case.causal, cu_seqlens=inputs.cu_seqlens)
+    tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "do")}
+    *whole, lse = step(partial(attend, return_lse=True), tensors, lists)
+    attend = partial(attend, return_lse=True, cp=cp)
+    *local, local_lse = step(attend, part_of(tensors, cp, dim), shard_sequence(lists, cp, dim=dim))
+    torch.testing.assert_close(local, [shard_sequence(x, cp, dim=dim) for x in whole], **CLOSE)
+    torch.testing.assert_close(local_lse, shard_sequence(lse, cp, dim=-1), **CLOSE)
 
 
-def train_a_layer(group: Any, mode: str, packed: bool, **options: Any) -> None:
+PAPERS = dict(compression="mlp", kv_per_branch=True, gate="input")  # compresses blocks that reach into the next rank's
+LAYERS = [*((2, mode, options) for mode in MODES for options in ({}, PAPERS)), (4, "gather", PAPERS)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "size, mode, options", [*((2, m, o) for m in MODES for o in ({}, PAPERS)), (4, "gather", PAPERS)]
+)
+@by_ranks(size=None)
+def test_ranks_train_a_layer(group: Any, mode: str, packed: bool, options: dict[str, Any]) -> None:
     """`NSAttention` on each rank: outputs, gradients of x and of every parameter."""
     torch.manual_seed(0)
     sizes = dict(num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float64, config=OVERLAPPING)
@@ -122,37 +128,28 @@ def train_a_layer(group: Any, mode: str, packed: bool, **options: Any) -> None:
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(*(() if packed else (2,)), 80, 16, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 31, 80], dtype=torch.int32) if packed else None
-    do, dim = torch.randn_like(x), x.dim() - 2
 
-    def step(x: torch.Tensor, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def train(x: torch.Tensor, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         x = x.detach().clone().requires_grad_()
         o = layer(x, cu_seqlens=cu_seqlens)
         dx, *grads = torch.autograd.grad(o, [x, *layer.parameters()], do)
         return o.detach(), dx, grads
 
-    whole, dx, of_parameters = step(x, do)
-    cp = ContextParallel(group, mode=mode)
+    do, cp = torch.randn_like(x), ContextParallel(group, mode=mode)
+    *whole, of_parameters = train(x, do)
     layer.set_context_parallel(cp)
-    part = partial(shard_sequence, cp=cp, dim=dim)
-    o, local_dx, grads = step(part(x), part(do))
+    part = partial(shard_sequence, cp=cp, dim=x.dim() - 2)
+    *local, grads = train(part(x), part(do))
     for d in grads:
         dist.all_reduce(d, group=group)
     close = dict(rtol=1e-10, atol=1e-11)
-    torch.testing.assert_close([o, local_dx], [part(whole), part(dx)], **close)
+    torch.testing.assert_close(local, [part(each) for each in whole], **close)
     torch.testing.assert_close(grads, of_parameters, **close)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_train_a_layer(mode: str, packed: bool, on_ranks: OnRanks) -> None:
-    on_ranks(2, train_a_layer, mode, packed)
-    # The paper's module makes compressed keys of its own, of blocks that reach into the next rank's tokens.
-    for size in (2, 4)[: 1 + (mode == "gather")]:
-        work = partial(train_a_layer, compression="mlp", kv_per_branch=True, gate="input")
-        on_ranks(size, work, mode, packed)
-
-
-def cut_and_join(group: Any, load_balance: str | None) -> None:
+@pytest.mark.parametrize("size, load_balance", RANKS[:3])
+@by_ranks(size=None)
+def test_sequences_are_cut_and_joined(group: Any, load_balance: str | None) -> None:
     """Parts are those of their places, and put together the whole; gradients go the same ways."""
     cp = ContextParallel(group, load_balance=load_balance)
     for dim, dtype in ((1, torch.float64), (0, torch.bfloat16), (-1, torch.int64)):
@@ -178,11 +175,6 @@ def cut_and_join(group: Any, load_balance: str | None) -> None:
     ):
         with pytest.raises(error, match=match):
             shard_sequence(**(dict(x=torch.ones(1, 16), cp=cp, dim=1) | wrong))
-
-
-@pytest.mark.parametrize("size, load_balance", RANKS[:3])
-def test_sequences_are_cut_and_joined(size: int, load_balance: str | None, on_ranks: OnRanks) -> None:
-    on_ranks(size, cut_and_join, load_balance)
 
 
 @st.composite

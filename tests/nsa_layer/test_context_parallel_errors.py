@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import MODES, OVERLAPPING, SMALL, OnRanks
+from rank_cases import MODES, OVERLAPPING, SMALL, OnRanks, by_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from fuzz.rank_processes import ranks
@@ -23,27 +24,10 @@ from nsa_layer.context_parallel.checks import check_same_on_all_ranks
 from nsa_layer.rope import RotaryEmbedding
 
 
-def refuse(group: Any, wrong: dict[int, dict[str, Any]], error: type[Exception], match: str) -> None:
-    """Every rank raises what is wrong with one."""
-    cp, rank = ContextParallel(group), group.rank()
-    given = dict(T=16, heads=2, config=SMALL, cp=cp) | wrong.get(rank, wrong.get(-1, {}))
-    if isinstance(given["cp"], dict):
-        given["cp"] = ContextParallel(group, **given["cp"])
-    T, heads = given.pop("T"), given.pop("heads")
-    q = torch.randn(1, T, 4, 8)
-    k, v = torch.randn(2, 1, T, heads, 8)
-    with pytest.raises(error, match=match):
-        nsa(q, k, v, **given)
-
-
 @pytest.mark.parametrize(
     "wrong, error, match",
     [
-        ({1: dict(T=24)}, ValueError, r"ranks disagree on q: rank 0 has torch.float32 \(1, 16, 4, 8\)"),
-        ({0: dict(causal=False)}, ValueError, "ranks disagree on causal"),
         ({1: dict(cp=dict(load_balance=None))}, ValueError, "ranks disagree on cp.load_balance"),
-        ({1: dict(gates=torch.rand(1, 16, 4, 2))}, ValueError, "ranks disagree on gates: rank 0 has None"),
-        ({1: dict(config="small")}, ValueError, "ranks disagree on config"),
         ({-1: dict(T=15)}, ValueError, "even number of tokens"),
         ({-1: dict(heads=1, cp=dict(mode="heads"))}, ValueError, "mode='heads' needs ranks that divide the 1"),
         ({-1: dict(cu_seqlens=torch.tensor([0, 32], dtype=torch.int32))}, ValueError, "q must have shape"),
@@ -52,25 +36,20 @@ def refuse(group: Any, wrong: dict[int, dict[str, Any]], error: type[Exception],
         ({1: dict(k_cmp=torch.rand(1, 3, 2, 8)), 0: dict(k_cmp=torch.rand(1, 2, 2, 8))}, ValueError, "k_cmp must"),
     ],
 )
-def test_every_rank_says_what_is_wrong(wrong: dict, error: type[Exception], match: str, on_ranks: OnRanks) -> None:
-    on_ranks(2, refuse, wrong, error, match)
+@by_ranks()
+def test_every_rank_says_what_is_wrong_with_one(group: Any, wrong: dict, error: type[Exception], match: str) -> None:
+    given = dict(T=16, heads=2, config=SMALL, cp={}) | wrong.get(group.rank(), wrong.get(-1, {}))
+    if isinstance(given["cp"], dict):
+        given["cp"] = ContextParallel(group, **given["cp"])
+    T, heads = given.pop("T"), given.pop("heads")
+    k, v = torch.randn(2, 1, T, heads, 8)
+    with pytest.raises(error, match=match):
+        nsa(torch.randn(1, T, 4, 8), k, v, **given)
 
 
-def count_on_one_rank(group: Any) -> None:
-    """In a mode, in which a rank exchanges by other means than the other one."""
-    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
-
-    cp, q = ContextParallel(group), torch.randn(1, 16, 2, 8)
-    with FlopCounterMode(display=False) if group.rank() else nullcontext():
-        with pytest.raises(ValueError, match="ranks disagree on being in a mode of PyTorch's dispatcher"):
-            nsa(q, q, q, config=SMALL, cp=cp)
-
-
-def test_ranks_are_in_the_same_modes(on_ranks: OnRanks) -> None:
-    on_ranks(2, count_on_one_rank)
-
-
-def pad_with_numbers(group: Any, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@by_ranks()
+def test_lists_of_ranks_are_padded_with_any_numbers(group: Any, mode: str) -> None:
     """A list of the last rank names a block that its sequence has not, as padding; in int64 on all ranks."""
     cp = ContextParallel(group, mode=mode, load_balance=None)
     for lengths, most in ((None, 3), ((20, 12), 1)):
@@ -78,18 +57,12 @@ def pad_with_numbers(group: Any, mode: str) -> None:
         q, k = torch.randn(*lead, 4, 8), torch.randn(*lead, 2, 8)
         starts = None if lengths is None else torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         lists = torch.zeros(*lead, 2, 1, dtype=torch.int64)
-        calls = partial(nsa, config=SMALL), partial(selected_attention, block_size=8)
-        for call in calls:
+        for call in (partial(nsa, config=SMALL), partial(selected_attention, block_size=8)):
             found = []
             for number in (-1, most + 1, 99_999_999, 2**40):
                 lists[..., -1, 1, 0] = number if group.rank() else 0
                 found.append(call(q, k, k, block_indices=lists, cu_seqlens=starts, cp=cp))
             assert all(o.equal(found[0]) for o in found)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_lists_of_ranks_are_padded_with_any_numbers(mode: str, on_ranks: OnRanks) -> None:
-    on_ranks(2, pad_with_numbers, mode)
 
 
 STARTS = torch.tensor([0, 5, 20, 32], dtype=torch.int32)
@@ -98,11 +71,15 @@ SEQUENCES = "the tokens of sequence 1 in cu_seqlens: rank 0 has (5, 20), rank 1 
 
 
 class Special(torch.Tensor):
-    """A class of its own, whose tensors are exchanged by collectives."""
+    """A class of its own, for which calls are operators."""
 
 
-def disagree(group: Any, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@by_ranks()
+def test_ranks_that_disagree_say_so(group: Any, mode: str) -> None:
     """What one rank gives differs from what the other one does: both say so at once, and go on."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
     cp = ContextParallel(group, mode=mode)
     q, k, lists = torch.randn(16, 4, 8), torch.randn(16, 2, 8), torch.zeros(16, 2, 1, dtype=torch.int32)
     common, batch = dict(q=q, k=k, v=k, cu_seqlens=STARTS), dict(q=q[None], k=k[None], v=k[None], cu_seqlens=None)
@@ -113,16 +90,19 @@ def disagree(group: Any, mode: str) -> None:
         sequences,
         (dict(cu_seqlens=STARTS[[0, 1, 3]]), "cu_seqlens: rank 0 has torch.int32 (4,)"),
         (batch, "q"),
-        (dict(q=q[:8], k=k[:8], v=k[:8]), "q"),
+        (dict(q=q[:8], k=k[:8], v=k[:8]), "q: rank 0 has torch.float32 (16, 4, 8)"),
         (dict(q=q.double(), k=k.double(), v=k.double()), "q"),
         (dict(q=q.as_subclass(Special)), "being in a mode of PyTorch's dispatcher"),
         (dict(v=nested), "v"),
+        (dict(gates=torch.rand(16, 4, 2)), "gates: rank 0 has None"),
         (dict(k_win=k), "k_win"),
         (dict(k_cmp=torch.randn(2, 2, 8)), "k_cmp"),
         (dict(block_indices=lists), "block_indices"),
         (dict(max_seqlen=32), "max_seqlen"),
         (dict(max_seqlen=3), "max_seqlen"),
         (dict(config=SMALL.replace(block_counts=3)), "config"),
+        (dict(config="small"), "config"),
+        (dict(causal=False), "causal"),
         (dict(softmax_scale=0.25), "softmax_scale"),
         (dict(memory="little"), "memory"),
         (dict(validate=1), "validate"),
@@ -152,14 +132,13 @@ def disagree(group: Any, mode: str) -> None:
         with pytest.raises(ValueError, match=f"^ranks disagree on {said}"):
             unshard_sequence(of_last if group.rank() else q, cp, dim=0)
     assert len(unshard_sequence(q, cp, dim=0)) == 32
+    with FlopCounterMode(display=False) if group.rank() else nullcontext():
+        with pytest.raises(ValueError, match="ranks disagree on being in a mode of PyTorch's dispatcher"):
+            nsa(**common, config=SMALL, cp=cp)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_that_disagree_say_so(mode: str, on_ranks: OnRanks) -> None:
-    on_ranks(2, disagree, mode)
-
-
-def disagree_in_a_layer(group: Any) -> None:
+@by_ranks()
+def test_ranks_that_disagree_in_a_layer_say_so(group: Any) -> None:
     layer = NSAttention(16, num_heads=4, num_kv_heads=2, config=OVERLAPPING, compression="mlp", rope=RotaryEmbedding(4))
     layer.set_context_parallel(group)
     x, rank = torch.randn(16, 16), group.rank()
@@ -174,15 +153,12 @@ def disagree_in_a_layer(group: Any) -> None:
     layer(x, cu_seqlens=STARTS)
 
 
-def test_ranks_that_disagree_in_a_layer_say_so(on_ranks: OnRanks) -> None:
-    on_ranks(2, disagree_in_a_layer)
-
-
 class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def compare_known_calls(group: Any) -> None:
+@by_ranks()
+def test_known_calls_are_compared_to_validate_them(group: Any) -> None:
     """Every rank says what is wrong with one rank's numbers on a GPU, where they are validated."""
     cp, x = ContextParallel(group), torch.zeros(2).as_subclass(OnGpu)
 
@@ -203,10 +179,6 @@ def compare_known_calls(group: Any) -> None:
             check_same_on_all_ranks(cp, [wrong], x=x[:1], validate=True)
 
 
-def test_known_calls_are_compared_to_validate_them(on_ranks: OnRanks) -> None:
-    on_ranks(2, compare_known_calls)
-
-
 def test_groups_that_do_not_exist_are_refused() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ContextParallel(None)
@@ -216,7 +188,8 @@ def test_groups_that_do_not_exist_are_refused() -> None:
         ContextParallel(None, load_balance="stripes")
 
 
-def refuse_groups(group: Any) -> None:
+@by_ranks(4)
+def test_groups_that_do_not_fit_are_refused(group: Any) -> None:
     """Rank 0 alone in a group, a mesh of two dimensions and one of its own, and what is no group."""
     alone, mesh = dist.new_group([0]), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     for wrong, error, match in (
@@ -230,15 +203,19 @@ def refuse_groups(group: Any) -> None:
     assert (cp.size, cp.rank) == (2, group.rank() % 2)
 
 
-def test_groups_that_do_not_fit_are_refused(on_ranks: OnRanks) -> None:
-    on_ranks(4, refuse_groups)
+@pytest.fixture
+def own_ranks(tmp_path: Path) -> Iterator[OnRanks]:
+    """Processes of the test's own, whose connections may break."""
+    with ranks((2,), str(tmp_path / "store")) as run:
+        yield run
 
 
 # A rank's time is up, or that of its peer, which then closes the connection.
 LEFT_ALONE = "[Tt]ime|[Cc]onnection (closed|reset) by peer"
 
 
-def come_alone(group: Any) -> None:
+@by_ranks(fixture="own_ranks")
+def test_a_rank_alone_does_not_wait_for_ever(group: Any) -> None:
     soon, q = dist.new_group(range(2)), torch.randn(1, 16, 2, 8)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), soon)  # making a group may take longer under load
     if not soon.rank():
@@ -247,22 +224,18 @@ def come_alone(group: Any) -> None:
     dist.barrier(group)
 
 
-def test_a_rank_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """In processes of its own: connections are broken then."""
-    with ranks((2,), str(tmp_path / "store")) as run_ranks:
-        run_ranks(2, come_alone)
-
-
 def end_suddenly(group: Any) -> None:
     os._exit(3 * group.rank())
 
 
-def test_a_rank_that_ends_is_said_to(tmp_path: Path) -> None:
-    with ranks((2,), str(tmp_path / "store")) as run_ranks, pytest.raises(AssertionError, match="exit code 3"):
-        run_ranks(2, end_suddenly)
+def test_a_rank_that_ends_is_said_to(own_ranks: OnRanks) -> None:
+    with pytest.raises(AssertionError, match="exit code 3"):
+        own_ranks(2, end_suddenly)
 
 
-def part_late(group: Any, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@by_ranks()
+def test_ranks_that_part_later_say_so(group: Any, mode: str) -> None:
     """Ranks come with different shapes, of which some or all were compared before: they say so, and go on."""
     cp = ContextParallel(group, mode=mode)
 
@@ -275,8 +248,3 @@ def part_late(group: Any, mode: str) -> None:
         with pytest.raises(ValueError, match="ranks disagree on q"):
             call(T if group.rank() else 16)
         call(24)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_that_part_later_say_so(mode: str, on_ranks: OnRanks) -> None:
-    on_ranks(2, part_late, mode)

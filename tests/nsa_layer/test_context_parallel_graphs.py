@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import MODES, SMALL, OnRanks, in_steps
+from rank_cases import MODES, SMALL, by_ranks, in_steps, part_of, step
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nsa_layer import ContextParallel, nsa, selected_attention, shard_sequence
+from nsa_layer import ContextParallel, nsa, selected_attention
 from nsa_layer.context_parallel.layout import ShardLayout
 from nsa_layer.context_parallel.transport import OPS, exchange, gather
 from nsa_tools.testing.cases import LSES, Case, make_inputs
 
 
-def exchange_in_graphs(group: Any, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("counts", [(2, 2, 2, 2), (2, 3, 1, 2)])
+@by_ranks()
+def test_graphs_have_exchanges(group: Any, counts: tuple[int, ...]) -> None:
     cp, rows = ContextParallel(group), ShardLayout(counts, 2, "zigzag")
     ranges = [[slice(1, 4)], [slice(3, sum(counts))]]
 
@@ -42,12 +44,12 @@ def exchange_in_graphs(group: Any, counts: tuple[int, ...]) -> None:
         assert dx[0, :, 0].tolist() == [readers[i] for i in own]
 
 
-@pytest.mark.parametrize("counts", [(2, 2, 2, 2), (2, 3, 1, 2)])
-def test_graphs_have_exchanges(counts: tuple[int, ...], on_ranks: OnRanks) -> None:
-    on_ranks(2, exchange_in_graphs, counts)
-
-
-def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("alone, packed", [(False, False), (False, True), (True, False), (True, True)])
+@by_ranks()
+@in_steps
+def test_a_call_compiles(group: Any, mode: str, alone: bool, packed: bool) -> None:
     """One graph for two lengths, with the exchanges in it, or with the whole call."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd  # not by every rank: it takes long
@@ -70,24 +72,21 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
     for T in (32, 48):
         lengths = (T - 20, 0, 20) if packed else None
         inputs = make_inputs(Case(T=T, lengths=lengths, Hq=4, Hkv=2, D=8, config=SMALL, gate="given"))
-        names = ("q", "k", "v", "do", "gates")
-        parts = [shard_sequence(getattr(inputs, name), cp, dim=0 if packed else 1) for name in names]
-        lists = torch.zeros(*parts[0].shape[:-2], 2, 1, dtype=torch.int32)
-        given = dict(block_indices=lists, block_size=8) if alone else dict(config=SMALL, gates=parts[4])
+        tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "do", "gates")}
+        tensors = part_of(tensors, cp, 0 if packed else 1)
+        lists = torch.zeros(*tensors["k"].shape[:-1], 1, dtype=torch.int32)
+        given = dict(block_indices=lists, block_size=8, return_lse=True)
         if not alone:
-            given |= dict(k_win=parts[2], return_aux=True)
+            given = dict(config=SMALL, gates=tensors["gates"], k_win=tensors["v"], return_aux=True)
 
-        def step(attend: Any) -> list[torch.Tensor]:
-            leaves = [x.detach().clone().requires_grad_() for x in parts[:3]]
-            o = attend(*leaves, **given, cu_seqlens=inputs.cu_seqlens, cp=cp)
-            o, aux = (o, None) if alone else o
-            found = [o.detach(), *torch.autograd.grad(o, leaves, parts[3])]
+        def run(attend: Any) -> list[torch.Tensor]:
+            *found, aux = step(partial(attend, **given, cu_seqlens=inputs.cu_seqlens, cp=cp), tensors)
             if alone:
-                return found
+                return [*found, aux]
             width = SMALL.list_width(max(lengths or (T,)))  # without the room that a graph has
             return [*found, aux.block_indices[..., :width], aux.gates, *(getattr(aux, name) for name in LSES)]
 
-        torch.testing.assert_close(step(compiled), step(function))
+        torch.testing.assert_close(run(compiled), run(function))
     forward, backward = graphs
     if mode == "gather":
         assert (forward, backward) == (["nsa_layer.gather.default"], ["nsa_layer.gather_backward.default"])
@@ -96,10 +95,3 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
     of_ranks: list[Any] = [None] * cp.size  # by which PyTorch's cache keeps graphs
     dist.all_gather_object(of_ranks, calls, group=group)
     assert len(calls) == 1 and of_ranks[0] != of_ranks[1]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("alone, packed", [(False, False), (False, True), (True, False), (True, True)])
-def test_a_call_compiles(mode: str, alone: bool, packed: bool, on_ranks: OnRanks) -> None:
-    on_ranks(2, partial(in_steps, compile_a_call), mode, alone, packed)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import RANKS, SMALL, OnRanks
+from rank_cases import RANKS, SMALL, by_ranks
 from stub_kernels import stubbed_layer
 
 from nsa_layer import ContextParallel, NSAConfig, nsa
@@ -85,11 +85,8 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
         assert rows.shape == (1, 278, 2, 64) and rows.data_ptr() == x[:, 22:].data_ptr()
 
 
-def test_auto_takes_heads_where_ranks_divide_them(on_ranks: OnRanks) -> None:
-    on_ranks(2, take_heads)
-
-
-def take_heads(group: Any) -> None:
+@by_ranks()
+def test_auto_takes_heads_where_ranks_divide_them(group: Any) -> None:
     """And where they do not gather more for it; the mode that is not taken is not there."""
     cp = ContextParallel(group)
     assert (cp.mode_of(3), cp.mode_of(8), cp.mode_of(8, gather=True)) == ("gather", "heads", "gather")
