@@ -8,26 +8,18 @@ from unittest.mock import Mock
 import pytest
 
 
-@pytest.fixture
-def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shard: str) -> list[int]:
     """The numbers of those of 100 tests that a shard keeps."""
     (conftest,) = (p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "_keep_shard"))
-
-    def of(shard: str) -> list[int]:
-        monkeypatch.setenv("SHARD", shard)
-        items = [SimpleNamespace(location=("tests/test_one.py",), name=f"test[{i}]", number=i) for i in range(100)]
-        conftest._keep_shard(Mock(), items)
-        return [item.number for item in items]
-
-    return of
+    monkeypatch.setenv("SHARD", shard)
+    items = [SimpleNamespace(location=("tests/test_one.py",), name=f"test[{i}]", number=i) for i in range(100)]
+    conftest._keep_shard(Mock(), items)
+    return [item.number for item in items]
 
 
-def test_each_test_is_in_one_shard(kept) -> None:
-    parts = [kept(f"{i}/3") for i in (1, 2, 3)]
-    assert all(parts) and sorted(sum(parts, [])) == kept("") == [*range(100)]
-
-
-@pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b"])
-def test_a_shard_that_cannot_be_is_an_error(kept, shard: str) -> None:
-    with pytest.raises(pytest.UsageError, match="expected i/n with 1 <= i <= n"):
-        kept(shard)
+def test_each_test_is_in_one_shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [kept(request, monkeypatch, f"{i}/3") for i in (1, 2, 3)]
+    assert all(parts) and sorted(sum(parts, [])) == kept(request, monkeypatch, "") == [*range(100)]
+    for shard in ("0/2", "3/2", "2", "a/b"):
+        with pytest.raises(pytest.UsageError, match="expected i/n with 1 <= i <= n"):
+            kept(request, monkeypatch, shard)

@@ -61,7 +61,7 @@ def check_same_on_all_ranks(
         return
     require_initialized()
     arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance")}
-    # Modes, and classes of tensors, decide between messages and collectives.
+    # Modes, and classes of tensors, decide what mode "auto" is.
     arguments["being in a mode of PyTorch's dispatcher"] = is_recorded(arguments.get("q"))
     described = tuple((name, _describe(value, ragged=name in ragged)) for name, value in arguments.items())
     key, validate = (cp.group_name, described), arguments.get("validate")

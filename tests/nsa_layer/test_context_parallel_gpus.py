@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_cases import MODES, OnRanks, by_ranks, in_steps, part_of, step
 
 from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, shard_sequence, unshard_sequence
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
-from nsa_layer.context_parallel import layout
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, Case, make_inputs
 
@@ -37,21 +37,20 @@ CASES = {
     "overlapping, packed": Case(**SIZES, lengths=PACKED, config=OVERLAPPING, compress_weights=True),
     "not causal": Case(**SIZES, T=1000, config=CONFIG, causal=False),
 }
-MODES = ("heads", "gather")
 
 
 @pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with ranks((2,), str(tmp_path_factory.mktemp("ranks") / "store"), gpus=True) as run:
-        yield partial(run, 2)
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRanks]:
+    """Two ranks with a GPU each, or one rank where a test asks for one; as many as there are GPUs, two at most."""
+    count = min(2, torch.cuda.device_count())
 
+    def run(size: int, *work: Any) -> list[Any]:
+        if size > count:
+            pytest.skip("needs two GPUs")
+        return on_ranks(size, *work)
 
-@pytest.fixture(scope="module")
-def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    with ranks((1,), str(tmp_path_factory.mktemp("ranks") / "store"), gpus=True) as run:
-        yield partial(run, 1)
+    with ranks((1, 2)[:count], str(tmp_path_factory.mktemp("ranks") / "store"), gpus=True) as on_ranks:
+        yield run
 
 
 class _Mean(torch.autograd.Function):
@@ -85,130 +84,95 @@ def whole_call(cp: ContextParallel, given: CallTensors, *, spec: CallSpec) -> An
     return whole(o), Aux(whole(aux.block_indices), whole(aux.gates), *lses)
 
 
-def compare(group: Any, case: Case, mode: str, load_balance: str | None) -> None:
-    cp = ContextParallel(group, mode=mode, load_balance=load_balance)
-    with pytest.MonkeyPatch.context() as patch:
-        if load_balance is not None:
-            patch.setattr(layout, "STEPS_FROM", 1)  # heads come one after the other
-        assert_close_to_reference(case, partial(whole_call, cp), f"cuda:{cp.rank}")
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, load_balance", [*((name, "zigzag") for name in CASES), ("batch", None)])
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_give_what_the_reference_gives(mode: str, name: str, on_gpus: Callable[..., Any]) -> None:
-    on_gpus(compare, CASES[name], mode, "zigzag")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_with_neighbouring_tokens(mode: str, on_gpus: Callable[..., Any]) -> None:
-    on_gpus(compare, CASES["batch"], mode, None)
+@by_ranks(fixture="on_gpus")
+def test_ranks_give_what_the_reference_gives(group: Any, mode: str, name: str, load_balance: str | None) -> None:
+    cp, compare = ContextParallel(group, mode=mode, load_balance=load_balance), assert_close_to_reference
+    if load_balance is not None:
+        compare = in_steps(compare)
+    compare(CASES[name], partial(whole_call, cp), f"cuda:{cp.rank}")
 
 
 def drawn(case: Case, cp: ContextParallel, seed: int = 0) -> dict[str, Tensor]:
-    """A rank's part of q, k, v and do, in memory of their own."""
-    inputs, dim = make_inputs(case, f"cuda:{cp.rank}"), 0 if case.lengths else 1
-    named = {name: shard_sequence(getattr(inputs, name).roll(seed), cp, dim=dim) for name in ("q", "k", "v", "do")}
-    return {name: x.clone().requires_grad_(name != "do") for name, x in named.items()}
-
-
-def step(attend: Callable[..., Tensor], given: dict[str, Tensor], *lists: Tensor) -> list[Tensor]:
-    leaves = [given[name] for name in "qkv"]
-    o = attend(*leaves, *lists)
-    return [o.detach(), *torch.autograd.grad(o, leaves, given["do"])]
-
-
-def repeat(group: Any, mode: str, T: int) -> None:
-    cp = ContextParallel(group, mode=mode)
-    case = Case(**SIZES, T=T, config=CONFIG.replace(deterministic=True))
-    given = drawn(case, cp)
-    attend = partial(nsa, config=case.config, cp=cp)
-    first = step(attend, given)
-    for _ in range(3):
-        assert all(x.equal(y) for x, y in zip(step(attend, given), first))
+    """A rank's part of q, k, v and do."""
+    inputs = make_inputs(case, f"cuda:{cp.rank}")
+    return part_of(
+        {name: getattr(inputs, name).roll(seed) for name in ("q", "k", "v", "do")}, cp, 0 if case.lengths else 1
+    )
 
 
 @pytest.mark.parametrize("T", [1000, 1 << 16])  # the longer one exchanges beside attention
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_bits_twice(mode: str, T: int, on_gpus: Callable[..., Any]) -> None:
-    on_gpus(repeat, mode, T)
+@by_ranks(fixture="on_gpus")
+def test_the_same_bits_twice(group: Any, mode: str, T: int) -> None:
+    cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=T, config=CONFIG.replace(deterministic=True))
+    tensors, attend = drawn(case, cp), partial(nsa, config=case.config, cp=cp)
+    first = step(attend, tensors)
+    for _ in range(3):
+        assert all(x.equal(y) for x, y in zip(step(attend, tensors), first))
 
 
-def capture(group: Any, mode: str) -> None:
-    cp = ContextParallel(group, mode=mode)
-    case = Case(**SIZES, T=1000, config=CONFIG.replace(deterministic=True))
-    given, attend = drawn(case, cp), partial(nsa, config=case.config, cp=cp)
+@pytest.mark.parametrize("mode", MODES)
+@by_ranks(fixture="on_gpus")
+def test_a_call_is_captured_in_a_graph(group: Any, mode: str) -> None:
+    cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=1000, config=CONFIG.replace(deterministic=True))
+    tensors, attend = drawn(case, cp), partial(nsa, config=case.config, cp=cp)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            step(attend, given)
+            step(attend, tensors)
     torch.cuda.current_stream().wait_stream(side)
     dist.barrier(group)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        static = step(attend, given)
+        static = step(attend, tensors)
     fresh = drawn(case, cp, seed=1)
-    with torch.no_grad():
-        for name, x in given.items():
-            x.copy_(fresh[name])
+    for name, x in tensors.items():
+        x.copy_(fresh[name])
     graph.replay()
     assert all(x.equal(y) for x, y in zip(static, step(attend, fresh)))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_call_is_captured_in_a_graph(mode: str, on_gpus: Callable[..., Any]) -> None:
-    on_gpus(capture, mode)
+ALONE = [(1, "gather", name) for name in ("packed", "not causal", "lists")]
 
 
-def compile_a_call(group: Any, case: Case, mode: str, listed: bool = False) -> None:
+@pytest.mark.parametrize("size, mode, name", [*((2, mode, "batch") for mode in MODES), *ALONE])
+@by_ranks(size=None, fixture="on_gpus")
+def test_a_call_compiles_whole(group: Any, mode: str, name: str) -> None:
     """Inductor gives memory of what is sent to others as soon as nothing waits for it."""
-    cp, starts = ContextParallel(group, mode=mode), None
-    given = drawn(case, cp)
+    cp, case = ContextParallel(group, mode=mode), CASES["batch" if name == "lists" else name]
+    tensors, starts, lists = drawn(case, cp), None, ()
     if case.lengths:
         starts = torch.tensor([0, *case.lengths], device="cuda").cumsum(0).int()
-    attend, more = partial(nsa, config=case.config, causal=case.causal), ()
-    if listed:
-        attend, more = partial(selected_attention, block_size=64), [torch.zeros_like(given["k"][..., :1]).int()]
+    attend = partial(nsa, config=case.config, causal=case.causal)
+    if name == "lists":
+        attend, lists = partial(selected_attention, block_size=64), [torch.zeros_like(tensors["k"][..., :1]).int()]
     attend = partial(attend, cu_seqlens=starts, cp=cp)
-    expected = step(attend, given, *more)
-    got = step(torch.compile(attend, fullgraph=True), given, *more)
-    for x, y in zip(got, expected):
-        torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6)
+    expected, got = step(attend, tensors, *lists), step(torch.compile(attend, fullgraph=True), tensors, *lists)
+    torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_call_compiles_whole(mode: str, on_gpus: Callable[..., Any]) -> None:
-    on_gpus(compile_a_call, Case(**SIZES, T=1000, config=CONFIG), mode)
-
-
-@pytest.mark.parametrize("name", ["batch", "packed", "not causal", "lists"])
-def test_a_call_of_one_rank_compiles_whole(name: str, on_one_gpu: Callable[..., Any]) -> None:
-    case = CASES["batch" if name == "lists" else name]
-    on_one_gpu(compile_a_call, case, "gather", name == "lists")
-
-
-def attend_to_lists(group: Any, mode: str) -> None:
+@by_ranks(fixture="on_gpus")
+def test_ranks_attend_to_lists(group: Any, mode: str) -> None:
     """Against the eager backend's call of the whole."""
     cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=1000, config=CONFIG)
     inputs = make_inputs(case, f"cuda:{cp.rank}")
     lists = torch.randint(-1, 15, (1, 1000, 2, 5), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    lists = lists.to(inputs.q.device)
-    whole = {name: getattr(inputs, name).detach().requires_grad_(name != "do") for name in ("q", "k", "v", "do")}
-    expected = step(partial(selected_attention, block_size=64, backend="eager"), whole, lists)
-    attend = partial(selected_attention, block_size=64, cp=cp)
-    got = step(attend, drawn(case, cp), shard_sequence(lists, cp).contiguous())
-    for x, y in zip(got, expected):
+    lists, attend = lists.to(inputs.q.device), partial(selected_attention, block_size=64)
+    expected = step(partial(attend, backend="eager"), inputs.tensors("do"), lists)
+    got = step(partial(attend, cp=cp), drawn(case, cp), shard_sequence(lists, cp).contiguous())
+    for x, y in zip(got, expected, strict=True):
         error = (x - shard_sequence(y, cp)).float().abs().max()
         assert error <= 2**-6 * y.float().abs().max(), error
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_attend_to_lists(mode: str, on_gpus: Callable[..., Any]) -> None:
-    on_gpus(attend_to_lists, mode)
-
-
-def refuse_numbers(group: Any, mode: str) -> None:
+@by_ranks(fixture="on_gpus")
+def test_every_rank_says_what_is_wrong_with_numbers(group: Any, mode: str) -> None:
     """One rank's starts are wrong, or not the others', in a call made before: every rank says so, and goes on."""
     cp, case = ContextParallel(group, mode=mode), Case(**SIZES, lengths=PACKED, config=CONFIG)
     q, k, v, _ = drawn(case, cp).values()
@@ -226,8 +190,3 @@ def refuse_numbers(group: Any, mode: str) -> None:
                 attend()
             starts[place] -= number * cp.rank
         attend()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_rank_says_what_is_wrong_with_numbers(mode: str, on_gpus: Callable[..., Any]) -> None:
-    on_gpus(refuse_numbers, mode)

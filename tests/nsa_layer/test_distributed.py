@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_cases import OnRanks, by_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +17,20 @@ from fuzz.rank_processes import ranks
 from nsa_layer import NSAConfig, NSAttention
 
 
-def train(group: Any, way: str, kind: str) -> None:
+@pytest.fixture
+def own_ranks(tmp_path: Path, kind: str) -> Iterator[OnRanks]:
+    """Processes of the test's own: all-gathers on gloo may end them (docs/distributed.md)."""
+    if kind == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with ranks((2,), str(tmp_path / "store"), gpus=kind == "cuda") as run:
+        yield run
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@by_ranks(fixture="own_ranks")
+def test_gradients_of_two_processes_are_those_of_one(group: Any, way: str, kind: str) -> None:
     """Two steps of the layer alone on a batch of two, and of this rank on its half: the same gradients."""
     on_gpu, rank = kind == "cuda", group.rank()
     # What the kernels take: heads of 64, blocks of 64, and 16 bits inside.
@@ -47,20 +62,3 @@ def train(group: Any, way: str, kind: str) -> None:
             assert (d - whole.grad).norm() <= 2**-7 * whole.grad.norm(), (d - whole.grad).norm() / whole.grad.norm()
         else:
             torch.testing.assert_close(d, whole.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_gradients_of_two_processes_are_those_of_one(way: str, tmp_path: Path) -> None:
-    """In processes of their own: all-gathers on gloo may end them (docs/distributed.md)."""
-    with ranks((2,), str(tmp_path / "store")) as run:
-        run(2, train, way, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.sweep
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_gradients_of_two_gpus_are_those_of_one(way: str, tmp_path: Path) -> None:
-    with ranks((2,), str(tmp_path / "store"), gpus=True) as run:
-        run(2, train, way, "cuda")
