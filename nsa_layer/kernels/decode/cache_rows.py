@@ -73,7 +73,7 @@ class Sequence:
     Attributes:
         row: of contiguous caches.
         first_row: of packed queries.
-        inside: its tokens have places, as far as lengths and rows tell.
+        inside: its tokens have slots, as far as lengths and rows tell.
     """
 
     spec: cutlass.Constexpr[DecodeSpec]
@@ -105,7 +105,7 @@ class Table:
 
     Attributes:
         pages: int32 [B, n], or None.
-        size: places of a page.
+        size: slots of a page.
         count: pages of the caches.
     """
 

@@ -1,4 +1,4 @@
-"""Places in caches, and rows moved there and back: kernels compile; `test_cached_kernels` has their numbers."""
+"""Slots in caches, and rows moved there and back: kernels compile; `test_kvcache` has their numbers."""
 
 from __future__ import annotations
 
