@@ -31,7 +31,12 @@ def compress_shard(
 
     Returns:
         [B, rows, H, D], packed [rows, H, D].
+
+    Raises:
+        NotImplementedError: a graph would have to know lengths of packed sequences.
     """
+    if lengths is None and x.dim() == 3:
+        raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
     batch = x if lengths is None else x[None]
     layout = ShardLayout.of_tokens(cp, batch.shape[1])
     blocks = block_ranges(lengths or (layout.total,), layout.counts[0], config.span, config.stride)

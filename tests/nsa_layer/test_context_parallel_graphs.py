@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import MODES, SMALL, by_ranks, in_steps, part_of, step
+from rank_cases import MODES, OVERLAPPING, SMALL, by_ranks, in_steps, part_of, step
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nsa_layer import ContextParallel, nsa, selected_attention
+from nsa_layer import ContextParallel, NSAttention, nsa, selected_attention, shard_sequence
 from nsa_layer.context_parallel.layout import ShardLayout
 from nsa_layer.context_parallel.transport import OPS, exchange, gather
 from nsa_tools.testing.cases import LSES, Case, make_inputs
@@ -95,3 +95,22 @@ def test_a_call_compiles(group: Any, mode: str, alone: bool, packed: bool) -> No
     of_ranks: list[Any] = [None] * cp.size  # by which PyTorch's cache keeps graphs
     dist.all_gather_object(of_ranks, calls, group=group)
     assert len(calls) == 1 and of_ranks[0] != of_ranks[1]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", MODES)
+@by_ranks()
+def test_a_layer_that_compresses_compiles(group: Any, mode: str) -> None:
+    """With blocks that reach into the next rank's tokens; of packed sequences a graph does not know the blocks."""
+    torch.manual_seed(0)
+    layer = NSAttention(16, num_heads=4, num_kv_heads=2, config=OVERLAPPING, compression="mlp", kv_per_branch=True)
+    layer.set_context_parallel(cp := ContextParallel(group, mode=mode))
+    compiled, x = torch.compile(layer, fullgraph=True, backend="aot_eager"), shard_sequence(torch.randn(1, 72, 16), cp)
+    found = []
+    for run in (layer, compiled):
+        leaf = x.clone().requires_grad_()
+        o = run(leaf)
+        found.append([o.detach(), *torch.autograd.grad(o.square().sum(), [leaf, *layer.parameters()])])
+    torch.testing.assert_close(*found)
+    with pytest.raises(Exception, match="cp in a graph, with cu_seqlens and rows of blocks"):
+        compiled(x[0], cu_seqlens=torch.tensor([0, 72], dtype=torch.int32))
