@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 699)], ids=["batch", "packed"])
 def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With launches that do nothing."""
-    from fuzz import kernel_stretches
+    from fuzz import query_shards
 
     def choose(q, k_cmp, *, lengths=None, **_):
         """The first blocks, for every tile."""
@@ -49,7 +50,7 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
     sizes = dict(T=1000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
     case = Case(**sizes, lengths=lengths, config=config, compress_weights=True)
     with stubs(), Recorder() as recorder:
-        run(kernel_stretches.attend, make_inputs(case))
+        run(partial(query_shards.attend, backend="cute"), make_inputs(case))
     assert ("bmm", True) in recorder.seen
     assert not {(name, True) for name in UNORDERED} & recorder.seen
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fuzz import kernel_stretches
+from fuzz import query_shards
 from nsa_layer import NSAConfig, nsa
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_layer.eager import chunk_attention, list_attention, select_blocks
@@ -66,7 +66,7 @@ def test_a_small_error_shows_in_few_numbers(name: str) -> None:
     def wrong(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
         leaf = getattr(tensors, name).view_as(getattr(tensors, name))
         leaf.register_hook(lambda grad: grad * (1 + 5e-5))
-        return kernel_stretches.eager(tensors._replace(**{name: leaf}), spec=spec)
+        return query_shards.attend(tensors._replace(**{name: leaf}), spec=spec, backend="eager")
 
     with pytest.raises(AssertionError, match=f"d{name}"):
         assert_close_to_reference(FEW_NUMBERS[0], wrong)

@@ -1,17 +1,17 @@
-"""Queries that are a stretch of a longer context: together, stretches give what the whole sequence gives."""
+"""Queries that are a shard of a longer context: together, shards give what the whole sequence gives."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from layer_calls import captured, needs_hopper
 from stub_kernels import LAUNCHED, stubbed_layer
 
-from fuzz import kernel_stretches
-from fuzz.stretches import Attend, in_stretches
+from fuzz.query_shards import Attend, attend, in_shards
 from nsa_layer import NSAConfig, reference
 from nsa_layer.call_spec import CallTensors
 from nsa_tools.testing.assertions import assert_close_to_reference
@@ -19,11 +19,12 @@ from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
-ATTEND = {"eager": kernel_stretches.eager, "reference": reference.attend}
+KERNELS_ATTEND = partial(attend, backend="cute")
+ATTEND = {"eager": partial(attend, backend="eager"), "reference": reference.attend}
 
-# Of two sequences of 70 tokens: a middle stretch among them, single queries, and offsets that differ.
+# Of two sequences of 70 tokens: a middle shard among them, single queries, and offsets that differ.
 EVEN = [[(0, 21), (49, 70)], [(21, 22), (48, 49)], [(22, 70), (0, 48)]]
-# Of sequences of 40, 0, 3 and 57 tokens; one has no query in one of the stretches.
+# Of sequences of 40, 0, 3 and 57 tokens; one has no query in one of the shards.
 RAGGED = [[(0, 17), (0, 0), (0, 3), (56, 57)], [(17, 40), (0, 0), (3, 3), (0, 56)]]
 
 CASES = {
@@ -40,20 +41,20 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("attend", ATTEND.values(), ids=list(ATTEND))
-def test_stretches_are_the_whole(attend: Attend, name: str) -> None:
+def test_shards_are_the_whole(attend: Attend, name: str) -> None:
     """Outputs, lists, and the gradients' sums, of all keys."""
-    case, stretches = CASES[name]
-    assert_close_to_reference(replace(case, D=8, Dv=6, dtype=torch.float64), in_stretches(attend, stretches))
+    case, shards = CASES[name]
+    assert_close_to_reference(replace(case, D=8, Dv=6, dtype=torch.float64), in_shards(attend, shards))
 
 
 @pytest.mark.parametrize("attend", ATTEND.values(), ids=list(ATTEND))
 @pytest.mark.parametrize("causal", [True, False])
 def test_lists_that_are_given_may_be_of_tiles(causal: bool, attend: Attend) -> None:
-    """Tiles count from a stretch's first query."""
+    """Tiles count from a shard's first query."""
     case = Case(T=70, D=8, dtype=torch.float64, config=SMALL.replace(q_tile=16), causal=causal)
-    inputs, stretches = make_inputs(case), [[(0, 16)], [(16, 48)], [(48, 70)]]
+    inputs, shards = make_inputs(case), [[(0, 16)], [(16, 48)], [(48, 70)]]
     lists = run("reference", inputs).aux.block_indices
-    whole, parts = (run(f, inputs, lists) for f in (reference.attend, in_stretches(attend, stretches)))
+    whole, parts = (run(f, inputs, lists) for f in (reference.attend, in_shards(attend, shards)))
     for name, x in whole.tensors().items():
         torch.testing.assert_close(parts.tensors()[name], x, rtol=1e-11, atol=1e-12)
 
@@ -62,7 +63,7 @@ def test_lists_that_are_given_may_be_of_tiles(causal: bool, attend: Attend) -> N
 def test_tiles_choose_for_whole_sequences_alone(attend: Attend) -> None:
     case = Case(B=2, T=70, D=8, config=SMALL.replace(q_tile=16))
     with pytest.raises(NotImplementedError, match="q_offset with q_tile=16"):
-        run(in_stretches(attend, EVEN), make_inputs(case))
+        run(in_shards(attend, EVEN), make_inputs(case))
 
 
 KERNELS = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(q_tile=1, block_counts=5, window_size=100))
@@ -80,10 +81,10 @@ ON_GPU = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_stretches_are_the_whole_on_the_kernels(name: str) -> None:
+def test_shards_are_the_whole_on_the_kernels(name: str) -> None:
     needs_hopper()
-    case, stretches = ON_GPU[name]
-    got = assert_close_to_reference(case, in_stretches(kernel_stretches.attend, stretches), "cuda")
+    case, shards = ON_GPU[name]
+    got = assert_close_to_reference(case, in_shards(KERNELS_ATTEND, shards), "cuda")
     whole = run("cute", make_inputs(case, "cuda"))
     differ = (got.aux.block_indices != whole.aux.block_indices).any(-1)
     assert not differ.any(), f"{int(differ.sum())} lists differ from those of the whole: {case!r}"
@@ -95,12 +96,12 @@ STUBBED = {name: ON_GPU[name] for name in ("batch", "not causal", "packed, weigh
 @pytest.mark.parametrize("name", STUBBED)
 def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
     """Every launch that is told where queries are among keys; no launch reads q_offset on the host."""
-    case, stretches = STUBBED[name]
+    case, shards = STUBBED[name]
     case = replace(case, D=64)
     with stubbed_layer():
         LAUNCHED.clear()
-        got = run(in_stretches(kernel_stretches.attend, stretches), make_inputs(case))
-    offsets = {tuple(first for first, _ in stretch) for stretch in stretches}
+        got = run(in_shards(KERNELS_ATTEND, shards), make_inputs(case))
+    offsets = {tuple(first for first, _ in shard) for shard in shards}
 
     def told(args: object) -> bool:
         if isinstance(args, torch.Tensor):
@@ -111,7 +112,7 @@ def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
     # The window and the choice; if causal the compressed branch, unions and the selected branch too.
     each = {"_flash_attn_fwd": 3, "token_topk": 1, "union_lists": 2, "_flash_attn_bwd": 2}
     each = each if case.causal else {"_flash_attn_fwd": 1, "token_topk": 1, "_flash_attn_bwd": 1, "union_lists": 0}
-    assert {kernel: launched[kernel] for kernel in each} == {kernel: n * len(stretches) for kernel, n in each.items()}
+    assert {kernel: launched[kernel] for kernel in each} == {kernel: n * len(shards) for kernel, n in each.items()}
     assert got.grads["k"].shape == got.grads["v"].shape == make_inputs(case).k.shape
 
 
@@ -124,7 +125,7 @@ def test_a_graph_reads_positions_when_it_is_replayed() -> None:
     tensors = CallTensors(q, inputs.k, inputs.v, inputs.gate_weight, q_offset=q_offset)
 
     def attend() -> torch.Tensor:
-        return kernel_stretches.attend(tensors, spec=case.spec)[0]
+        return KERNELS_ATTEND(tensors, spec=case.spec)[0]
 
     with torch.no_grad():
         graph, o = captured(attend)
