@@ -23,7 +23,7 @@ class CallSpec:
         causal: queries see no later token.
         softmax_scale: the factor of q . k, in all branches and in the selection of blocks.
         lengths: the packed sequences' lengths, or None for a batch of equal length.
-        lengths_k: those of their keys, where queries are a stretch of a longer context; None: the same.
+        lengths_k: those of their keys, where queries have an offset among more keys; None: the same.
         listed: the lists of blocks are the caller's.
         bound: tokens at most of a packed sequence, where the host does not know the lengths; else None. With
             ``lengths_k`` of its queries.
@@ -65,7 +65,7 @@ class CallSpec:
 
 
 class CallTensors(NamedTuple):
-    """The tensors of a call, as every room hands them on; shapes as in `nsa`, whose arguments all but the last two are.
+    """The tensors of a call, in the order of the operator's arguments; shapes as in `nsa`, which has all but the last two.
 
     Attributes:
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
@@ -228,7 +228,7 @@ class Aux:
         block_indices: int32 [B, M, Hs, n], Hs = Hkv (Hq with ``rule="seed"``): the chosen blocks of each query
             tile (of each token with ``q_tile=1``), ascending, padded with -1. Packed: [tiles of all sequences in order,
             Hs, n], blocks counted from each sequence's start. Where the host does not know their lengths (in a graph,
-            or with ``cu_seqlens`` on a GPU, on the kernels) there is room for any: rows and columns of -1 at the end.
+            or with ``cu_seqlens`` on a GPU, on the kernels) they have the capacity for any: rows and columns of -1 at the end.
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
             sees no key, as everywhere with ``window_size=0``.

@@ -235,7 +235,7 @@ def leaves_starts_on_gpu(backend: str | None, cu_seqlens: torch.Tensor | None, q
 
 
 def lists_in_int32(block_indices: object) -> object:
-    """Lists of int64 in int32: numbers that it has no room for are padding in both."""
+    """Lists of int64 in int32: numbers beyond it are padding in both."""
     if isinstance(block_indices, torch.Tensor) and block_indices.dtype == torch.int64 and not block_indices.is_nested:
         return block_indices.clamp(-1, LARGEST).to(torch.int32)
     return block_indices

@@ -142,7 +142,7 @@ class NSAConfig:
         """Width of a tile's list: ``block_counts``, at most all blocks."""
         return min(self.num_blocks(T), self.block_counts)
 
-    def list_room(self, T: int) -> int:
+    def list_capacity(self, T: int) -> int:
         """A width that lists of T tokens fit in: the same for all T, unless lists are longer than any that pays."""
         widest = self.list_width(LARGEST)
         return widest if widest <= WIDE_LIST else min(widest, self.num_blocks(T))

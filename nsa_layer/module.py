@@ -18,7 +18,7 @@ from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
 from nsa_layer.context_parallel.halo import compress_shard
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.cute.host_numbers import starts_on
+from nsa_layer.cute.host_constants import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.kvcache.nsa_cache import NSACache
 

@@ -1,4 +1,4 @@
-"""Shapes of the tensors that forward saves for backward, and room for any lengths."""
+"""Shapes of the tensors that forward saves for backward, and their capacity for any lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def saved_shapes(
     """(shape, dtype) in the place of each tensor, for all heads; None where there is nothing.
 
     Args:
-        exact: for the lengths of ``spec``; otherwise with room for any.
+        exact: for the lengths of ``spec``; otherwise with the capacity for any.
     """
     (q, k, v), config, lead = tensors[:3], spec.config, tensors.q.shape[:-3]
     Hkv, D, Dv, exactly, whole = k.shape[-2], q.shape[-1], v.shape[-1], accumulation_dtype(q.dtype), torch.int32
@@ -51,7 +51,7 @@ def _counts(tensors: CallTensors, spec: CallSpec, *, exact: bool) -> tuple[int, 
     if exact and spec.lengths is not None:
         tiles, blocks = sum(map(config.num_tiles, spec.lengths)), sum(map(config.compressed_length, spec.key_lengths))
         return tiles, blocks, config.list_width(max(spec.key_lengths))
-    n, tiles = config.list_width(keys) if exact else config.list_room(keys), config.num_tiles(tokens)
+    n, tiles = config.list_width(keys) if exact else config.list_capacity(keys), config.num_tiles(tokens)
     if cu_seqlens is not None:
         return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, keys // config.stride, n
     blocks = (keys - config.span) // config.stride + 1
@@ -63,7 +63,7 @@ def first_of(x: Tensor, shape: Shape) -> Tensor:
     return x if x.shape == shape else x[tuple(map(slice, shape))].contiguous()
 
 
-def with_room(x: Tensor | None, of: tuple[Shape, torch.dtype] | None) -> Tensor | None:
+def with_capacity(x: Tensor | None, of: tuple[Shape, torch.dtype] | None) -> Tensor | None:
     """x at the beginning of a tensor of this shape; lists end with -1."""
     if x is None:
         return None

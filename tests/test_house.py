@@ -91,3 +91,9 @@ def test_no_host_function_is_long(package: str) -> None:
 def test_no_folder_is_deep(package: str) -> None:
     depths = {name: len(file.relative_to(PACKAGES[package]).parts) - 1 for name, file in modules(package).items()}
     assert [name for name, depth in depths.items() if depth > DEEPEST] == []
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports two of one name as one module."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)), {name for name in names if names.count(name) > 1}

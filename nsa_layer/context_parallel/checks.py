@@ -22,7 +22,7 @@ from nsa_layer.checks import (
 from nsa_layer.config import WIDEST_TILE
 from nsa_layer.context_parallel.layout import ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
-from nsa_layer.operators.registration import is_recorded
+from nsa_layer.operators.registration import dispatcher_sees
 
 Tensor = torch.Tensor
 CAPACITY = 1024
@@ -62,7 +62,7 @@ def check_same_on_all_ranks(
     require_initialized()
     arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance")}
     # Modes, and classes of tensors, decide what mode "auto" is.
-    arguments["being in a mode of PyTorch's dispatcher"] = is_recorded(arguments.get("q"))
+    arguments["being in a mode of PyTorch's dispatcher"] = dispatcher_sees(arguments.get("q"))
     described = tuple((name, _describe(value, ragged=name in ragged)) for name, value in arguments.items())
     key, validate = (cp.group_name, described), arguments.get("validate")
     known = key in _compared and any(isinstance(x, Tensor) and x.is_cuda for x in arguments.values())

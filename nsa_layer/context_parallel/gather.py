@@ -31,8 +31,8 @@ from nsa_layer.context_parallel.transport import CP, define, ranks_of, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.layer import CONFIG, NAMES, as_output, spec_of, static_arguments
-from nsa_layer.operators.registration import OPS, is_recorded
-from nsa_layer.saved import with_room
+from nsa_layer.operators.registration import OPS, dispatcher_sees
+from nsa_layer.saved import with_capacity
 
 Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on this mode was measured to be faster than "heads"
@@ -45,7 +45,7 @@ def is_better(cp: ContextParallel, tensors: CallTensors, config: NSAConfig) -> b
     "gather" of k and v of all tokens, twice, and of their gradients once.
     """
     (q, k), starts = tensors[:2], tensors.cu_seqlens
-    if is_recorded(q) or not config.by_token or (starts is not None and starts.is_cuda):
+    if dispatcher_sees(q) or not config.by_token or (starts is not None and starts.is_cuda):
         return False
     Hq, Hkv = q.shape[-2], k.shape[-2]
     return q.shape[-3] * cp.size >= LONG and 3 * Hkv * cp.size < 2 * (Hq + Hkv)
@@ -69,7 +69,7 @@ def attend(
         NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut; or a graph would have to
             know lengths.
     """
-    in_graph, packed, config = is_recorded(tensors.q), tensors.cu_seqlens is not None, spec.config
+    in_graph, packed, config = dispatcher_sees(tensors.q), tensors.cu_seqlens is not None, spec.config
     q, lists, kept, alone = tensors.q, tensors.block_indices, (False,) * 3, spec.branches == SELECTED_ALONE
     chunk = q.shape[-3] // len(cp.chunks)
     if lists is None:
@@ -92,7 +92,7 @@ def attend(
     o, *saved = _Attend.apply(GatherCall(cp, backend, spec, kept, tensors.needs_grad), in_graph, return_aux, *tensors)
     if not return_aux:
         return o, None
-    width = (config.list_room if in_graph else config.list_width)(max(spec.lengths or (q.shape[-3] * cp.size,)))
+    width = (config.list_capacity if in_graph else config.list_width)(max(spec.lengths or (q.shape[-3] * cp.size,)))
     joined = partial(_joined, saved, len(cp.chunks))
     lses = {name: joined(name, -1) for name in ("lse_cmp", "lse_slc", "lse_swa")}
     if alone:
@@ -106,7 +106,7 @@ def kept_of_shard(
 ) -> tuple[bool, bool, bool]:
     """Outputs that the kernels save, by the memory of a call with this number of queries and `total` keys, of one of
     `ranks` parts of the heads; in graphs by the policy alone."""
-    if is_recorded(tensors.q):
+    if dispatcher_sees(tensors.q):
         return kept_in_graphs(memory, tensors.needs_grad)
 
     def stand_in(x: Tensor, rows: int) -> Tensor:
@@ -150,7 +150,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
-        run = partial(_gradients, ctx.call, ctx.recorded or is_recorded(do))
+        run = partial(_gradients, ctx.call, ctx.recorded or dispatcher_sees(do))
         if not torch.compiler.is_compiling():
             run = partial(first_derivatives, run)
         grads = run(do, *ctx.saved_tensors)
@@ -187,7 +187,7 @@ def _run(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:
     with torch.no_grad(), autocast.off(tensors[0].device), torch.cuda.device_of(tensors[0]):
         o, *saved = _called(tensors, static).forward()
         pairs = zip(saved, _capacity(tensors, static), strict=True)
-        saved = (None if of is None else as_output(with_room(x, of)) for x, of in pairs)
+        saved = (None if of is None else as_output(with_capacity(x, of)) for x, of in pairs)
         return [o, *(o.new_empty(0) if x is None else x for x in saved)]
 
 

@@ -19,7 +19,7 @@ from nsa_layer.context_parallel.checks import WEIGHTS
 from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, head_steps, query_shards
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Exchange
-from nsa_layer.cute.host_numbers import numbers_on
+from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.saved import first_of, saved_shapes
 
@@ -142,9 +142,9 @@ class GatherLoop:
         their sums to `grads`; of the one before that where exchanges run beside attention.
         """
         if self.call.backend == "cute":  # not of fake tensors, which are not exchanged
-            from nsa_layer.kernels.launch import readable
+            from nsa_layer.kernels.launch import aligned_rows
 
-            self.tensors = self.tensors.map(readable)
+            self.tensors = self.tensors.map(aligned_rows)
         behind = 1 + self.ahead
         count, exchanges = len(self.steps) + (behind if d_keys else 0), deque()
         for step in range(count):

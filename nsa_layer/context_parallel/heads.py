@@ -20,7 +20,7 @@ from nsa_layer.context_parallel.layout import ShardLayout, head_steps
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Exchange, copy, exchange
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.operators.registration import is_recorded
+from nsa_layer.operators.registration import dispatcher_sees
 
 Tensor = torch.Tensor
 Layouts = Sequence[ShardLayout]
@@ -92,7 +92,7 @@ def attend(
     parts = [_split_heads(x, cp.size, sizes(x.shape[2])) for x in rows.values()]
     weights = {name: given[name] for name in WEIGHTS if given[name] is not None}
     weights = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
-    start, finish = (None, WHOLE) if is_recorded(q) else (START, FINISH)
+    start, finish = (None, WHOLE) if dispatcher_sees(q) else (START, FINISH)
 
     def send(layouts: Layouts, to_heads: bool, xs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Start an exchange; returns what waits for it."""

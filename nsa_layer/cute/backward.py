@@ -14,11 +14,11 @@ from nsa_layer.cute.branch_options import compressed_options, pooling_options, w
 from nsa_layer.cute.forward import attend, attend_selected
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.head_groups import (
+    as_kernels_read,
     first_positions,
     head_group,
     joined,
     narrow,
-    placed,
     query_heads,
     saved_of_group,
     signature_of,
@@ -27,7 +27,7 @@ from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.selected import dq_options, query_lists, selected_options, token_block_csr, use_split_dq
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.gating.backward import gated_sum_backward
-from nsa_layer.kernels.launch import readable
+from nsa_layer.kernels.launch import aligned_rows
 from nsa_layer.kernels.pooling.mean_pool import unpool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project_backward
@@ -59,7 +59,7 @@ def backward(
             as None.
         together: as in forward.
     """
-    (tensors, varlen), spec, do = placed(tensors, spec), spec.in_force(), readable(do)
+    (tensors, varlen), spec, do = as_kernels_read(tensors, spec), spec.in_force(), aligned_rows(do)
     signature = signature_of(tensors, varlen, spec, plan, backward=True)
     with compile_missing(signature) if together else nullcontext():
         if spec.branches == SELECTED_ALONE:
@@ -292,7 +292,7 @@ def backward_selected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of `forward_selected`."""
     (q, k, v), block_indices, q_offset = tensors[:3], tensors.block_indices, first_positions(tensors, varlen, spec)
-    (T, Hq), (S, Hkv), do = q.shape[-3:-1], k.shape[-3:-1], readable(do)
+    (T, Hq), (S, Hkv), do = q.shape[-3:-1], k.shape[-3:-1], aligned_rows(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)
     count = T if varlen is None else T + START * (len(cu_seqlens) - 1)

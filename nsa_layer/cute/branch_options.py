@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.cute.host_numbers import numbers_on
+from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.varlen import Varlen
 
 
@@ -42,7 +42,7 @@ def window_options(spec: CallSpec, varlen: Varlen | None, q_offset: torch.Tensor
 
 
 def position_options(q_offset: torch.Tensor | None) -> dict:
-    """Options of a call whose queries are a stretch of a longer context; none without q_offset."""
+    """Options of a call whose queries have an offset among more keys; none without q_offset."""
     return {} if q_offset is None else dict(q_offset=q_offset)
 
 

@@ -18,10 +18,10 @@ from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.head_groups import (
     JoinedHeads,
+    as_kernels_read,
     first_positions,
     head_group,
     narrow,
-    placed,
     query_heads,
     signature_of,
 )
@@ -84,7 +84,7 @@ def forward(
         side_stream: takes the window's attention; joined before its output is read. None: all on the current one.
         together: kernels that are missing are compiled side by side, before the first is launched.
     """
-    tensors, varlen = placed(tensors, spec)
+    tensors, varlen = as_kernels_read(tensors, spec)
     signature = signature_of(tensors, varlen, spec, plan, backward=backward)
     with compile_missing(signature) if together else nullcontext():
         if spec.branches == SELECTED_ALONE:

@@ -7,19 +7,19 @@ from collections.abc import Callable
 import torch
 
 from nsa_layer.call_spec import OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Saved, Signature
-from nsa_layer.cute.host_numbers import numbers_on
+from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.varlen import Varlen
-from nsa_layer.kernels.launch import readable
+from nsa_layer.kernels.launch import aligned_rows
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
 
 
-def placed(tensors: CallTensors, spec: CallSpec) -> tuple[CallTensors, Varlen | None]:
-    """The tensors as kernels read them, and starts."""
-    tensors, starts = tensors.map(readable, READ), {}
+def as_kernels_read(tensors: CallTensors, spec: CallSpec) -> tuple[CallTensors, Varlen | None]:
+    """A call's tensors with rows aligned to 16 bytes, and its starts on the GPU."""
+    tensors, starts = tensors.map(aligned_rows, READ), {}
     if spec.bound is not None:
         starts = dict(cu_seqlens=tensors.cu_seqlens, total=tensors.q.shape[0])
         starts |= dict(cu_seqlens_k=tensors.cu_seqlens_k, total_k=tensors.k.shape[0])

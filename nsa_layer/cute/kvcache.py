@@ -26,7 +26,7 @@ from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_slots
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved, Signature
 from nsa_layer.cute.forward import Pages, forward
-from nsa_layer.cute.host_numbers import numbers_on, starts_on
+from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.selected import reads_pages
 from nsa_layer.cute.side_stream import SideStream, side_stream_for
@@ -36,7 +36,7 @@ from nsa_layer.kernels.cache_rows.invalidate import invalidate_rows
 from nsa_layer.kernels.cache_rows.locate import CacheSlots, locate
 from nsa_layer.kernels.cache_rows.move import Pair, append, clear, gather
 from nsa_layer.kernels.decode.step import decode_step, supports
-from nsa_layer.kernels.launch import are_aligned, readable
+from nsa_layer.kernels.launch import aligned_rows, rows_aligned
 from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
@@ -75,7 +75,7 @@ def step(
         o, lses = step(_unpacked(call), replace(spec, lengths=None, bound=None), validate=validate, memory=memory)
         return o[0], tuple(lse[0] for lse in lses)
     rows = ((name, getattr(call, name)) for name in READ)
-    changes = {name: read for name, x in rows if x is not None and (read := readable(x)) is not x}
+    changes = {name: read for name, x in rows if x is not None and (read := aligned_rows(x)) is not x}
     if call.packed and (starts := starts_on(call.cu_seqlens_q, call.q.device)) is not call.cu_seqlens_q:
         changes["cu_seqlens_q"] = starts
     call = replace(call, **changes) if changes else call
@@ -181,7 +181,7 @@ class _Chunk:
         lacking = tuple(cache if x is None else None for cache, x in zip(caches, new))
         sources = tuple(x if cache is not None else None for x, cache in zip((call.k_cache, call.v_cache), lacking))
         projected = call.compress_k_weight is not None or call.compress_v_weight is not None
-        if not projected and all(x is None or are_aligned(x) for x in (*sources, *lacking)):
+        if not projected and all(x is None or rows_aligned(x) for x in (*sources, *lacking)):
             sizes = dict(block_size=span, stride=stride, most=call.most_completed(call.longest(self.spec)))
             complete_blocks(sources, lacking, self.tables, self.slots, **sizes)
             sources = None, None
@@ -234,8 +234,8 @@ class _Chunk:
         caches = self._tensors(*CACHES)
         kv, own, compressed = caches[:2], caches[2:4], caches[4:]
         if self.how == "rows":
-            kv, own = _each(readable, kv), _each(readable, own)
-            compressed = _each(lambda x: readable(x[:, :count]), compressed)
+            kv, own = _each(aligned_rows, kv), _each(aligned_rows, own)
+            compressed = _each(lambda x: aligned_rows(x[:, :count]), compressed)
         elif self.how == "copies":
             (kv, starts), (own, _) = (self._copied(pair, part, TOKENS, 0, capacity) for pair in (kv, own))
         else:
@@ -303,7 +303,7 @@ class _Chunk:
             options |= dict(cu_seqlens=starts, cu_blocks=cmp_starts, total_blocks=lead[0])
         k_means, v_mean = pool(*tokens, **options)
         means = k_means[0] if k_means else None, v_mean
-        return tuple(x if x is None else readable(project(x, w).to(call.q.dtype)) for x, w in zip(means, weights))
+        return tuple(x if x is None else aligned_rows(project(x, w).to(call.q.dtype)) for x, w in zip(means, weights))
 
     def _tensors(self, *names: str) -> tuple[Tensor | None, ...]:
         return tuple(getattr(self.call, name) for name in names)

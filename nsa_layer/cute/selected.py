@@ -17,7 +17,7 @@ from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.memory_plan import rows_of_item
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.block_lists import make as list_kernels
-from nsa_layer.kernels.launch import are_aligned
+from nsa_layer.kernels.launch import rows_aligned
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
 from nsa_layer.kernels.union_lists.sizes import KEYS, ROWS, most_partials
 from nsa_layer.kernels.union_lists.unions import union_lists
@@ -36,7 +36,7 @@ def use_split_dq(q: Tensor, v: Tensor, spec: CallSpec) -> bool:
 
 def reads_pages(config: NSAConfig, k_cache: Tensor, v_cache: Tensor, *, listed: bool) -> bool:
     """True if the branch reads keys on pages, [pages, page, Hkv, D]; listed: of the caller's lists."""
-    aligned = k_cache.shape[1] % KEYS == 0 and are_aligned(k_cache) and are_aligned(v_cache)
+    aligned = k_cache.shape[1] % KEYS == 0 and rows_aligned(k_cache) and rows_aligned(v_cache)
     return aligned and reads_unions(config, listed=listed) and _on_hopper(k_cache.device)
 
 

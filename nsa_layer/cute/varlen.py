@@ -12,7 +12,7 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.host_numbers import HostCopy, aligned, cached, copied_rows, moved, numbers_on
+from nsa_layer.cute.host_constants import HostCopy, aligned, cached, copied_rows, moved, numbers_on
 from nsa_layer.kernels.union_lists.sizes import ROWS
 from nsa_layer.support import hopper_kv_tile, reads_unions
 

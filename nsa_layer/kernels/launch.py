@@ -55,15 +55,15 @@ def launch(name: str, kernel: type, static: tuple[Hashable, ...], *arguments: ob
         compiled(*arguments)
 
 
-def are_aligned(x: torch.Tensor) -> bool:
+def rows_aligned(x: torch.Tensor) -> bool:
     """True if rows of a tensor start at multiples of 16 bytes, its heads and tokens having any strides."""
     step = 16 // x.element_size()
     return not any(stride % step for stride in x.stride()[:-1]) and (is_fake(x) or not x.data_ptr() % 16)
 
 
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """As the kernels read it, 16 bytes at a time: itself, or a copy where rows lie otherwise."""
-    return x if x.stride(-1) == 1 and are_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a contiguous copy if its rows are not aligned to 16 bytes, by which kernels read."""
+    return x if x.stride(-1) == 1 and rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def forget() -> None:

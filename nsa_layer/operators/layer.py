@@ -17,8 +17,8 @@ from nsa_layer.checks import check_lengths, check_list_count, check_lists, check
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators import registration
-from nsa_layer.operators.registration import define, differentiate, is_recorded, needs_dispatcher
-from nsa_layer.saved import first_of, saved_shapes, with_room
+from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
+from nsa_layer.saved import first_of, saved_shapes, with_capacity
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
@@ -56,7 +56,7 @@ def attend(
         tensors = _with_rows(tensors, q.shape[0] // config.stride)
     planned = backend == "cute" and not alone
     heads, kept = k.shape[-2] if alone else None, kept_in_graphs(memory, needs_grad) if planned else NOTHING
-    if planned and not is_recorded(q):
+    if planned and not dispatcher_sees(q):
         plan = plan_memory(Sizes.of(tensors, spec=spec, needs_grad=needs_grad), memory, q.device)
         heads, kept = plan.groups[0][1], plan.kept
     static = (*static_arguments(spec).values(), backend, heads, memory.budget, kept, spec.bound, needs_grad)
@@ -73,7 +73,7 @@ def attend(
 
 
 def _aux(saved: Saved, tensors: CallTensors, spec: CallSpec, backend: str) -> Aux:
-    """`Aux` of what the operator returned, lists without the room that a graph has."""
+    """`Aux` of what the operator returned, lists without the capacity that a graph's have."""
     lists, config = saved.block_indices, spec.config
     if tensors.block_indices is None:
         if backend == "cute" and not reads_unions(config, listed=spec.listed):
@@ -165,8 +165,8 @@ def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
     """o, the fields of `Saved`, and copies of starts of queries and of keys.
 
     Args:
-        args: of the operator: tensors, options, backend; key/value heads of a group (None: as many as the budget has
-            room for, or what is free); the budget; outputs to save; bound; needs_grad.
+        args: of the operator: tensors, options, backend; key/value heads of a group (None: as many as fit the
+            budget, or what is free); the budget; outputs to save; bound; needs_grad.
         capacity: False for the shapes that the lengths ask for, and any strides, instead of those of an operator.
     """
     tensors, (*static, backend, heads, budget, kept, bound, needs_grad) = _split(args)
@@ -177,7 +177,7 @@ def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
         pairs = zip(spec.lengths or q.shape[1:2], spec.key_lengths or tensors.k.shape[1:2])
         check_positions(tensors.q_offset, tuple(pairs), causal=spec.causal)
     with torch.cuda.device_of(q):
-        tensors = without_room(tensors, spec)
+        tensors = exact_rows(tensors, spec)
         how = dict(spec=spec)
         if backend == "cute":
             how |= dict(plan=plan_of(tensors, spec, heads, budget, kept, needs_grad), backward=needs_grad)
@@ -185,7 +185,7 @@ def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
         if capacity:
             shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend)
             pairs = zip(saved, shapes, strict=True)
-            o, *saved = (x if x is None else as_output(x) for x in (o, *(with_room(*pair) for pair in pairs)))
+            o, *saved = (x if x is None else as_output(x) for x in (o, *(with_capacity(*pair) for pair in pairs)))
     starts = tensors.cu_seqlens, tensors.cu_seqlens_k
     return o, *saved, *(copied(x, q, left=spec.bound is not None) for x in starts)
 
@@ -222,7 +222,7 @@ def _attend_backward(do: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     if stay_on_gpu(starts):
         spec = replace(spec, bound=min(bound or tensors.q.shape[0], tensors.q.shape[0]))
     with torch.cuda.device_of(do):
-        tensors = without_room(tensors, spec)
+        tensors = exact_rows(tensors, spec)
         shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend, exact=True)
         saved = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, shapes, strict=True)))
         how = dict(spec=spec)
@@ -233,8 +233,8 @@ def _attend_backward(do: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     return tuple([None if d is None else _promised(d, x) for d, x in zip(wanted, inputs, strict=True)])
 
 
-def without_room(tensors: CallTensors, spec: CallSpec) -> CallTensors:
-    """The tensors without the room that k_cmp and v_cmp of packed sequences have in a graph."""
+def exact_rows(tensors: CallTensors, spec: CallSpec) -> CallTensors:
+    """The tensors without the rows that k_cmp and v_cmp of packed sequences have beyond their lengths in a graph."""
     if spec.lengths is None:
         return tensors
     blocks, compressed = sum(map(spec.config.compressed_length, spec.lengths)), (tensors.k_cmp, tensors.v_cmp)

@@ -22,7 +22,7 @@ LIBRARY = torch.library.Library("nsa_layer", "DEF")
 OPS = torch.ops.nsa_layer
 
 
-def is_recorded(*tensors: Tensor | None) -> bool:
+def dispatcher_sees(*tensors: Tensor | None) -> bool:
     """True in graphs that are made, in modes (those of fake tensors, selective checkpoints), of tensors of classes of
     their own (fake ones)."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
@@ -31,8 +31,8 @@ def is_recorded(*tensors: Tensor | None) -> bool:
 
 
 def needs_dispatcher(tensors: Tensors = ()) -> bool:
-    """True if something acts on a call in PyTorch's dispatcher: it is recorded, transformed or profiled."""
-    return is_recorded(*tensors) or derivatives.is_transformed() or torch._C._autograd._profiler_enabled()
+    """True if something acts on a call in PyTorch's dispatcher: in a graph or a mode, a transform or a profiler."""
+    return dispatcher_sees(*tensors) or derivatives.is_transformed() or torch._C._autograd._profiler_enabled()
 
 
 def needs_grad(args: Sequence[Any]) -> bool:

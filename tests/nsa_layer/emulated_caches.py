@@ -27,7 +27,7 @@ def emulated() -> Iterator[None]:
         for stand_in in (locate, append, complete_blocks, gather, clear, pool, invalidate_rows):
             patch.setattr(kvcache, stand_in.__name__, stand_in)
         patch.setattr(kvcache, "reads_pages", lambda *_, **__: True)
-        patch.setattr(kvcache, "readable", lambda x: x)
+        patch.setattr(kvcache, "aligned_rows", lambda x: x)
         patch.setattr(kvcache, "infer", infer)
         yield
 

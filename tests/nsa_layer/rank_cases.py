@@ -133,5 +133,5 @@ def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, l
 def compare_recorded(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
     """By the operators of graphs, which know no lengths of packed sequences."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "is_recorded", lambda *_: True)
+        patch.setattr(gather, "dispatcher_sees", lambda *_: True)
         in_steps(compare)(group, case, "gather", load_balance, listed)

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_layer import NSACache, NSAConfig, NSAttention, nsa_with_kvcache
-from nsa_layer.cute.host_numbers import numbers_on, starts_on
+from nsa_layer.cute.host_constants import numbers_on, starts_on
 
 SMALL = NSAConfig(block_size=8, block_counts=3, window_size=8)
 B, T, S = 2, 20, 32

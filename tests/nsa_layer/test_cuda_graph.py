@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.cute.host_numbers import starts_on
+from nsa_layer.cute.host_constants import starts_on
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case, make_inputs

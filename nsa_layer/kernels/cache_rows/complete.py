@@ -18,7 +18,7 @@ def complete_blocks(
     """Write the means of the blocks that a call completes, summed in fp32, in one launch.
 
     Args:
-        caches: k and v, [rows, S, H, D], or [pages, page, H, D] with a table; rows are aligned, see `are_aligned`.
+        caches: k and v, [rows, S, H, D], or [pages, page, H, D] with a table; rows are aligned, see `rows_aligned`.
         compressed: the same of compressed keys and values; where either is None it is left alone.
         tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
         slots: of `locate`.

@@ -16,7 +16,7 @@ import torch
 from cutlass import Int32, const_expr
 
 from nsa_layer.kernels.cache_rows.locate import CacheSlots
-from nsa_layer.kernels.launch import are_aligned, launch
+from nsa_layer.kernels.launch import launch, rows_aligned
 from nsa_layer.kernels.varlen import sequence_tile, tiles_and_batch
 
 Tensor = torch.Tensor
@@ -240,7 +240,7 @@ def append(x: Six, caches: Six, tables: Pair, slots: Tensor, starts: Pair = (Non
     present = [cache for cache, new in zip(caches, x) if cache is not None and (new is not None or behind)]
     if not present:
         return
-    vector = VECTOR if all(map(are_aligned, present)) else 1
+    vector = VECTOR if all(map(rows_aligned, present)) else 1
     dims = tuple(None if cache is None else cache.shape[-1] for cache in caches)
     launch("append_rows", AppendRows, (Move("cache", vector, behind), *dims), *caches, *x, *tables, slots, *starts)
 
@@ -274,6 +274,6 @@ def _launch(
     if not pairs or any(0 in x.shape for pair in pairs for x in pair if x is not None):
         return
     (k, x), (v, y) = (pairs + [(None, None)])[:2]
-    move = Move(to, VECTOR if all(are_aligned(cache) for cache, _ in pairs) else 1)
+    move = Move(to, VECTOR if all(rows_aligned(cache) for cache, _ in pairs) else 1)
     dims = tuple(cache.shape[-1] for cache, _ in pairs)
     launch("move_rows", MoveRows, (move, *dims), k, v, x, y, table, slots, cu_seqlens, *map(int, fields))

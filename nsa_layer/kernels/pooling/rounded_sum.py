@@ -11,7 +11,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
 
-from nsa_layer.kernels.launch import are_aligned, launch
+from nsa_layer.kernels.launch import launch, rows_aligned
 from nsa_layer.support import KERNEL_DTYPES
 
 Tensor = torch.Tensor
@@ -73,7 +73,7 @@ def takes(parts: Sequence[Tensor], out: Tensor) -> bool:
         and out.dtype in KERNEL_DTYPES
         and out.shape[-1] % VECTOR == 0
         and out.shape[-1] <= RoundedSum.longest
-        and all(x.dtype == out.dtype and x.stride(-1) == 1 and are_aligned(x) for x in every)
+        and all(x.dtype == out.dtype and x.stride(-1) == 1 and rows_aligned(x) for x in every)
     )
 
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
 from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.checks import Arguments, check_inputs
-from nsa_layer.cute import host_numbers, varlen
-from nsa_layer.cute.host_numbers import HostCopy, starts_on
+from nsa_layer.cute import host_constants, varlen
+from nsa_layer.cute.host_constants import HostCopy, starts_on
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
@@ -93,11 +93,11 @@ def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
 
 def test_a_capture_keeps_what_it_reads_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = starts_by_host((5, 6))
-    monkeypatch.setattr(host_numbers, "_is_captured", lambda device: True)
-    monkeypatch.setattr(host_numbers, "_held", {})
+    monkeypatch.setattr(host_constants, "_is_captured", lambda device: True)
+    monkeypatch.setattr(host_constants, "_held", {})
     within = starts_by_host((5, 6))
     assert within.cu_seqlens is before.cu_seqlens
-    (held,) = host_numbers._held.values()
+    (held,) = host_constants._held.values()
     assert held is within.cu_seqlens._base is within.cu_compressed._base is within.cu_tiles._base
     with pytest.raises(RuntimeError, match="make it once before"):
         starts_by_host((6, 5))
