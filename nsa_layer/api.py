@@ -9,7 +9,7 @@ import torch
 from nsa_layer import autocast, operators, support
 from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import Aux, CallTensors
-from nsa_layer.checks import Arguments, check_inputs, lists_in_int32
+from nsa_layer.checks import check_inputs, lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, check_shard
@@ -103,21 +103,20 @@ def nsa(
     tensors = CallTensors(q, k, v, *weights, *own, cu_seqlens, block_indices)
     tensors = CallTensors(*autocast.cast(*tensors.differentiable), cu_seqlens, lists_in_int32(block_indices))
     (q, k, v), block_indices = tensors[:3], tensors.block_indices
-    given = Arguments(tensors, config, softmax_scale, max_seqlen, causal)
+    call = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
     if cp is not None:
-        named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
-        checks = partial(_check_options, tensors, **options), partial(check_shard, given, cp)
-        check_same_on_all_ranks(cp, checks, ragged=RAGGED, **named, **options)
+        checks = partial(_check_options, tensors, **options), partial(check_shard, tensors, cp, **call)
+        check_same_on_all_ranks(cp, checks, ragged=RAGGED, **tensors.arguments(), **call, **options)
     _check_options(tensors, **options)
     if cp is not None:
         better = backend != "reference" and gather.is_better(cp, tensors, config)
         if cp.mode_of(k.shape[-2], gather=better) == "heads":
-            return heads.attend_layer(nsa, cp, given, **options)
+            return heads.attend_layer(nsa, cp, tensors, call, **options)
     if cp is None:
-        spec = check_inputs(given, backend=backend, validate=validate)
+        spec = check_inputs(tensors, **call, backend=backend, validate=validate)
     else:
-        spec, _ = check_shard(given, cp)
+        spec, _ = check_shard(tensors, cp, **call)
     if validate and cp is None and q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(q, k, block_indices, cu_seqlens, q_tile=config.q_tile, max_seqlen=max_seqlen)
     needs_grad = tensors.needs_grad

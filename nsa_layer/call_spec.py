@@ -65,7 +65,7 @@ class CallSpec:
 
 
 class CallTensors(NamedTuple):
-    """The tensors of a call, in the order of the operator's arguments; shapes as in `nsa`, which has all but the last two.
+    """The tensors of a call, in the order of the operator's arguments; as in `nsa`, which has all but the last two.
 
     Attributes:
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
@@ -228,7 +228,8 @@ class Aux:
         block_indices: int32 [B, M, Hs, n], Hs = Hkv (Hq with ``rule="seed"``): the chosen blocks of each query
             tile (of each token with ``q_tile=1``), ascending, padded with -1. Packed: [tiles of all sequences in order,
             Hs, n], blocks counted from each sequence's start. Where the host does not know their lengths (in a graph,
-            or with ``cu_seqlens`` on a GPU, on the kernels) they have the capacity for any: rows and columns of -1 at the end.
+            or with ``cu_seqlens`` on a GPU, on the kernels) they have the capacity for
+            any: rows and columns of -1 at the end.
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
             sees no key, as everywhere with ``window_size=0``.

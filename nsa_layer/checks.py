@@ -142,43 +142,42 @@ def check_groups(sizes: dict[str, int], of: str = "k") -> None:
         raise ValueError(f"q's heads must be a multiple of {of}'s, got {sizes['Hq']} and {sizes['Hkv']}")
 
 
-class Arguments(NamedTuple):
-    """The arguments of `nsa` that are checked."""
-
-    tensors: CallTensors
-    config: NSAConfig
-    softmax_scale: float | None
-    max_seqlen: int | None
-    causal: bool
-
-
-def check_inputs(given: Arguments, *, backend: str | None = "reference", validate: bool = True) -> CallSpec:
+def check_inputs(
+    tensors: CallTensors, *, backend: str | None = "reference", validate: bool = True, **options: Any
+) -> CallSpec:
     """Check every argument of `nsa` and return the static side of the call; in a graph, without packed lengths.
 
     Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none. None
     either without ``validate``, where kernels can do without lengths: the call then has a bound of them.
     """
-    tensors, config, softmax_scale, max_seqlen, causal = given
     if tensors.cu_seqlens is not None or tensors.block_indices is not None or torch.compiler.is_compiling():
-        return _check(given, backend, validate)
+        return _check(tensors, backend, validate, **options)
     try:
         seen = (
             *[None if t is None else (t.shape, t.dtype, t.device, t.stride(-1)) for t in tensors.differentiable],
-            *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
+            *((type(x), x) for x in options.values()),
         )
         spec = _passed.get(seen)
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        return _check(given)  # raises: such arguments are never accepted
+        return _check(tensors, **options)  # raises: such arguments are never accepted
     if spec is None:
-        spec = _check(given)
+        spec = _check(tensors, **options)
         if len(_passed) >= CAPACITY:
             _passed.clear()
         _passed[seen] = spec
     return spec
 
 
-def _check(given: Arguments, backend: str | None = "reference", validate: bool = True) -> CallSpec:
-    tensors, config, softmax_scale, max_seqlen, causal = given
+def _check(
+    tensors: CallTensors,
+    backend: str | None = "reference",
+    validate: bool = True,
+    *,
+    config: NSAConfig,
+    softmax_scale: float | None,
+    max_seqlen: int | None,
+    causal: bool,
+) -> CallSpec:
     q, k, v, cu_seqlens, block_indices = *tensors[:3], tensors.cu_seqlens, tensors.block_indices
     require_config(config)
     require_bools(causal=causal)

@@ -14,7 +14,7 @@ PACKAGES = {
     "flash_attn.cute": ROOT / "flash_attn" / "cute",
     "nsa_tools": ROOT / "nsa_tools",
 }
-LONGEST, DEEPEST = 80, 2
+LONGEST, DEEPEST, MOST_RECORDS = 80, 2, 25
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -97,3 +97,14 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     """pytest imports two of one name as one module."""
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names)), {name for name in names if names.count(name) > 1}
+
+
+def test_records_are_few_and_listed() -> None:
+    """Of the layer, outside of its kernels."""
+    records, text = set(), (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for name, file in modules("nsa_layer").items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if ".kernels" not in name else ():
+            if isinstance(node, ast.ClassDef):
+                kinds = map(ast.unparse, (*node.bases, *node.decorator_list))
+                records |= {node.name} if any("NamedTuple" in kind or "dataclass" in kind for kind in kinds) else set()
+    assert len(records) <= MOST_RECORDS and not {name for name in records if f"`{name}`" not in text}

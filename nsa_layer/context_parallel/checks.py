@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.checks import (
-    Arguments,
     check_inputs,
     check_lengths,
     check_lists,
@@ -98,7 +98,7 @@ def check_same_on_all_ranks(
 
 
 def check_shard(
-    arguments: Arguments, cp: ContextParallel, *, read: bool = True
+    tensors: CallTensors, cp: ContextParallel, *, read: bool = True, **options: Any
 ) -> tuple[CallSpec, dict[str, ShardLayout]]:
     """Check a rank's arguments of `nsa` as shards of a whole call.
 
@@ -112,7 +112,7 @@ def check_shard(
     Raises:
         TypeError, ValueError: an argument is bad, or the mode does not fit.
     """
-    tensors, config = arguments.tensors, arguments.config
+    config = options["config"]
     (q, k, v), starts, packed = tensors[:3], tensors.cu_seqlens, tensors.cu_seqlens is not None
     check_qkv(q, k, v, packed=packed)
     cp.mode_of(k.shape[-2])
@@ -122,8 +122,8 @@ def check_shard(
         layouts[TILES] = layouts[TOKENS]
     total, chunk = q.shape[-3] * cp.size, q.shape[-3] // len(cp.chunks)
     if packed and (torch.compiler.is_compiling() or not read):
-        listed, scale = tensors.block_indices is not None, check_scale(arguments.softmax_scale, q.shape[-1])
-        return CallSpec(config, arguments.causal, scale, listed=listed), layouts
+        listed, scale = tensors.block_indices is not None, check_scale(options["softmax_scale"], q.shape[-1])
+        return CallSpec(config, options["causal"], scale, listed=listed), layouts
     lengths = (total,)
     if packed:
         check_starts(starts)
@@ -150,7 +150,7 @@ def check_shard(
         return _resized(x, layout.total, dim)
 
     stand_ins = {name: whole(name, getattr(tensors, name)) for name in (*WEIGHTS, *KINDS)}
-    return check_inputs(arguments._replace(tensors=tensors._replace(**stand_ins, cu_seqlens=starts))), layouts
+    return check_inputs(tensors._replace(**stand_ins, cu_seqlens=starts), **options), layouts
 
 
 def check_list_shard(

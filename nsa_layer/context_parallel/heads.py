@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
-from nsa_layer.checks import Arguments, starts_of_lengths
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, WEIGHTS, check_shard
 from nsa_layer.context_parallel.gather import kept_of_shard
 from nsa_layer.context_parallel.layout import ShardLayout, head_steps
@@ -32,26 +32,31 @@ OTHER = {START: FINISH, FINISH: START, WHOLE: WHOLE}
 def attend_layer(
     nsa: Callable[..., Tensor | tuple[Tensor, Aux]],
     cp: ContextParallel,
-    arguments: Arguments,
+    tensors: CallTensors,
+    call: dict[str, Any],
     *,
     memory: MemoryPolicy,
     return_aux: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """`nsa` of a rank's tokens; arguments as there."""
-    tensors, config = arguments.tensors, arguments.config
+    """`nsa` of a rank's tokens; arguments as there.
+
+    Args:
+        call: config, softmax_scale, max_seqlen and causal.
+    """
+    config = call["config"]
     # Chunks hold blocks and tiles by length.
     by_length = tensors.k_cmp is not None or tensors.v_cmp is not None or config.q_tile > 1
     on_gpu = tensors.q.is_cuda and getattr(tensors.cu_seqlens, "is_cuda", False)
-    spec, layouts = check_shard(arguments, cp, read=by_length or not on_gpu)
+    spec, layouts = check_shard(tensors, cp, **call, read=by_length or not on_gpu)
     if spec.lengths is not None:  # no second look at what may be on a GPU
         tensors = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths))
     if len(_step_sizes(tensors, layouts[TOKENS], cp)) > 1 and memory.recompute == "auto" and memory.budget is None:
         # One plan for all steps, by the memory of all of them: else the first would take what the last one needs.
-        total, spec = layouts[TOKENS].total, CallSpec(config, arguments.causal, 1.0)
+        total, spec = layouts[TOKENS].total, CallSpec(config, call["causal"], 1.0)
         kept = kept_of_shard(tensors, total, memory, spec=spec, queries=total, ranks=cp.size)
         memory = replace(memory, recompute="none" if all(kept) else "all")
-    options |= dict(zip(Arguments._fields[1:], arguments[1:]), memory=memory, return_aux=return_aux)
+    options |= dict(call, memory=memory, return_aux=return_aux)
     return attend(partial(nsa, **options), cp, tensors, layouts, OF_AUX if return_aux else (TOKENS,))
 
 

@@ -27,7 +27,7 @@ from nsa_layer.call_spec import CallSpec, Signature
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, kept_in_graphs
 from nsa_layer.support import device_arch, kernel_family
-from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel, Order
+from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel
 
 WORKERS = "NSA_COMPILE_WORKERS"
 
@@ -55,7 +55,7 @@ class Helper:
                 if self.process is None or self.process.poll() is not None or self.environment != environment:
                     self.process, self.connection = _start(environment)
                     self.environment = environment
-                self.connection.send(Order((call,), jobs, ahead=False))
+                self.connection.send(((call,), jobs, False))
             except OSError:  # too many processes, too little memory, or it has just ended
                 return
 
@@ -92,7 +92,7 @@ def compile_calls(calls: Iterable[Signature], *, target: dict[str, str], jobs: i
     process, connection = _start(_environment(target))
     with process, connection:
         try:
-            connection.send(Order(tuple(calls), jobs))
+            connection.send((tuple(calls), jobs, True))
             count = message = connection.recv()
             if isinstance(message, Exception):
                 raise message

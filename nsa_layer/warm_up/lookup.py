@@ -46,19 +46,6 @@ class Kernel(NamedTuple):
     error: str | None = None
 
 
-class Order(NamedTuple):
-    """Calls whose kernels a helper process is to compile.
-
-    Attributes:
-        jobs: processes that it forks.
-        ahead: of the calls: kernels are sent back, and ones in another process are waited for.
-    """
-
-    calls: tuple[Signature, ...]
-    jobs: int
-    ahead: bool = True
-
-
 def kernel_files(call: Signature) -> dict[str, Path]:
     """The call's kernels in the order of their launches: names, as folder and file in the cache, and paths.
 

@@ -1,6 +1,6 @@
 """`python -m nsa_layer.warm_up.worker FD`: the helper process, which compiles the kernels of calls, several at once.
 
-Receives each `Order` over the connection and forks to compile, so that what the compiler imports is imported once. Of
+Receives each order over the connection and forks to compile, so that what the compiler imports is imported once. Of
 an order ahead of calls it sends the number of kernels and then each `Kernel`, or the error that prevents all. Of others
 a line on standard error says, after two seconds, how many kernels are compiled. It ends when it had nothing to do for a
 while, or when the process that started it closes the connection or ends, and all that it forked ends with it.
@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 
-from nsa_layer.warm_up.lookup import Kernel, Order, compile_kernel, kernel_files
+from nsa_layer.call_spec import Signature
+from nsa_layer.warm_up.lookup import Kernel, compile_kernel, kernel_files
 
 IDLE = 300.0  # seconds without an order before it ends
 PROGRESS = "NSA_COMPILE_PROGRESS"
@@ -34,38 +36,42 @@ def main() -> None:
     _end_with(connection.fileno())
     while connection.poll(IDLE):
         try:
-            order = connection.recv()
+            calls, jobs, ahead = connection.recv()
         except EOFError:
             return
-        compile_order(order, connection)
+        compile_order(calls, jobs, ahead, connection)
 
 
-def compile_order(order: Order, connection: Connection) -> None:
-    """Compile the kernels of an order, in processes that are forked for it."""
+def compile_order(calls: Sequence[Signature], jobs: int, ahead: bool, connection: Connection) -> None:
+    """Compile the kernels of calls in as many processes, forked for it, as there are jobs.
+
+    Args:
+        ahead: of the calls: kernels are sent back, and ones in another process are waited for.
+    """
     begin = time.monotonic()
     try:
-        kernels = _kernels(order)
+        kernels = _kernels(calls)
     except Exception as error:
-        if order.ahead:
+        if ahead:
             return connection.send(error)
         return _say(f"compiling one kernel after the other: {type(error).__name__}: {error}")
     line = threading.Timer(max(0.0, begin + PATIENCE - time.monotonic()), _say_missing, (kernels,))
     line.daemon = True
-    if order.ahead:
+    if ahead:
         connection.send(len(kernels))
     elif os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0":
         line.start()
     fork = multiprocessing.get_context("fork")
-    with fork.Pool(max(1, min(order.jobs, len(kernels))), partial(_end_with, connection.fileno())) as pool:
-        for kernel in pool.imap_unordered(partial(compile_kernel, wait=order.ahead), kernels):
-            if order.ahead:
+    with fork.Pool(max(1, min(jobs, len(kernels))), partial(_end_with, connection.fileno())) as pool:
+        for kernel in pool.imap_unordered(partial(compile_kernel, wait=ahead), kernels):
+            if ahead:
                 connection.send(kernel)
     line.cancel()
 
 
-def _kernels(order: Order) -> list[Kernel]:
+def _kernels(calls: Sequence[Signature]) -> list[Kernel]:
     """The kernels of all calls, each once, slow ones first; imports what compiles them."""
-    kernels = {name: Kernel(name, file, call) for call in order.calls for name, file in kernel_files(call).items()}
+    kernels = {name: Kernel(name, file, call) for call in calls for name, file in kernel_files(call).items()}
     if not all(kernel.file.exists() for kernel in kernels.values()):
         from flash_attn.cute.runtime.lazy_imports import import_compiler
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.checks import Arguments, check_inputs
+from nsa_layer.checks import check_inputs
 from nsa_layer.cute import host_constants, varlen
 from nsa_layer.cute.host_constants import HostCopy, starts_on
 from nsa_layer.cute.varlen import Varlen
@@ -210,7 +210,7 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
     with FakeTensorMode():
         q, k, v = (torch.empty(20, H, 8, device="cuda") for H in (4, 2, 2))
     tensors = CallTensors(q, k, v, cu_seqlens=starts_of((3, 17)))
-    spec = check_inputs(Arguments(tensors, SMALL, softmax_scale=None, max_seqlen=None, causal=True))
+    spec = check_inputs(tensors, config=SMALL, softmax_scale=None, max_seqlen=None, causal=True)
     assert spec.lengths == (3, 17)
 
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nsa_layer import NSAConfig
 from nsa_layer.call_spec import Signature
 from nsa_layer.warm_up import api, lookup
-from nsa_layer.warm_up.lookup import ENVIRONMENT, Order
+from nsa_layer.warm_up.lookup import ENVIRONMENT
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
 OWN = """
@@ -276,13 +276,13 @@ def test_one_helper_compiles_for_all_calls_until_it_ends(started: Started, monke
     for call in ("one", "two", "one"):
         helper.order(call)
     first = started.theirs[0]
-    assert [first.recv() for _ in range(2)] == [Order((call,), 2, False) for call in ("one", "two")]
+    assert [first.recv() for _ in range(2)] == [((call,), 2, False) for call in ("one", "two")]
     assert not first.poll() and len(started.processes) == 1
     started.end()
     helper.order("three")
     monkeypatch.setenv("NSA_COMPILE_PROGRESS", "0")  # another environment
     helper.order("four")
-    assert [theirs.recv().calls for theirs in started.theirs[1:]] == [("three",), ("four",)]
+    assert [theirs.recv()[0] for theirs in started.theirs[1:]] == [("three",), ("four",)]
 
 
 def test_a_call_goes_on_where_no_process_can_be_started(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
