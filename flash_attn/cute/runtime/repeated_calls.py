@@ -51,10 +51,7 @@ def note(compiled: Callable[..., None], arguments: list) -> None:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, into: Optional[Tuple[Tensor, Tensor]] = None, **options: Any
 ) -> Tuple[Tensor, Tensor]:
-    """o and lse of `_flash_attn_fwd`, of which these are q, k, v and options; written to ``into``, contiguous ones.
-
-    The caller makes the GPU of q the current one.
-    """
+    """o and lse of `_flash_attn_fwd` of q, k, v and options, in ``into`` if given; q's GPU must be the current one."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     tensors, static, cache = [q, k, v], [], _flash_attn_fwd.compile_cache
