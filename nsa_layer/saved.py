@@ -58,9 +58,16 @@ def _counts(tensors: CallTensors, spec: CallSpec, *, exact: bool) -> tuple[int, 
     return tiles, max(0, blocks) if isinstance(blocks, int) else torch.sym_max(0, blocks), n
 
 
-def first_of(x: Tensor, shape: Shape) -> Tensor:
-    """The first rows and columns of x, of this shape, contiguous."""
-    return x if x.shape == shape else x[tuple(map(slice, shape))].contiguous()
+def exact_saved(
+    saved: Sequence[Tensor | None], tensors: CallTensors, *, spec: CallSpec, kept: Sequence[bool], backend: str
+) -> Saved:
+    """What was saved with any capacity, cut to the lengths of ``spec``: first rows and columns, contiguous."""
+
+    def cut(x: Tensor, shape: Shape) -> Tensor:
+        return x if x.shape == shape else x[tuple(map(slice, shape))].contiguous()
+
+    shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend, exact=True)
+    return Saved(*(None if of is None else cut(x, of[0]) for x, of in zip(saved, shapes, strict=True)))
 
 
 def with_capacity(x: Tensor | None, of: tuple[Shape, torch.dtype] | None) -> Tensor | None:

@@ -79,7 +79,7 @@ class Shape:
         lengths = self.lengths, self.lengths_k
         return CallSpec(self.config, self.causal, self.D**-0.5, *lengths, listed=self.lists is not None)
 
-    def tensors(self, device: str = "meta") -> CallTensors:
+    def tensors(self) -> CallTensors:
         """The arguments, without values, lists of the caller's and offsets of the queries included."""
         shapes = {name: (shape, self.dtype) for name, shape in self.tensor_shapes().items()}
         if self.lists is not None:
@@ -88,7 +88,7 @@ class Shape:
             shapes["block_indices"] = ((*lead, *self.lists), torch.int32)
         if self.keys is not None:
             shapes["q_offset"] = ((len(self.lengths or range(self.B)),), torch.int32)
-        return CallTensors(**{name: torch.empty(of, dtype=kind, device=device) for name, (of, kind) in shapes.items()})
+        return CallTensors(**{name: torch.empty(of, dtype=kind, device="meta") for name, (of, kind) in shapes.items()})
 
     def request(self) -> dict[str, object]:
         """Fields of `support.Request`, but the architecture."""
@@ -99,7 +99,7 @@ class Shape:
         return Sizes.of(self.tensors(), spec=self.spec(), needs_grad=self.backward)
 
     def signature(self) -> Signature:
-        """What the call's kernels depend on."""
+        """The call without its numbers, as a compile job."""
         plan = plan_memory(self.sizes(), self.policy, torch.device("cpu"))
         return Signature.of(self.tensors()._asdict(), self.spec(), plan, backward=self.backward)
 

@@ -27,11 +27,11 @@ from nsa_layer.checks import check_lengths
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW, GatherCall, GatherLoop
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.transport import CP, define, ranks_of, static_of
+from nsa_layer.context_parallel.transport import CP, ranks_of, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.operators.layer import CONFIG, NAMES, as_output, spec_of, static_arguments
-from nsa_layer.operators.registration import OPS, dispatcher_sees
+from nsa_layer.operators.layer import CONFIG, NAMES, as_output, static_arguments, static_spec
+from nsa_layer.operators.registration import OPS, dispatcher_sees, refuse_derivatives, register
 from nsa_layer.saved import with_capacity
 
 Tensor = torch.Tensor
@@ -179,7 +179,8 @@ def _called(tensors: Sequence[Tensor | None], static: Sequence[Any], *, read: bo
         whole = tensors.q.new_empty(tensors.q.shape[0] * cp.size, 0)
         lengths = check_lengths(tensors.cu_seqlens, whole, "cu_seqlens", "the ranks")
         tensors = tensors._replace(cu_seqlens=None)
-    spec = spec_of(of_spec[: len(NAMES)], tensors, (lengths, None))
+    listed = tensors.block_indices is not None
+    spec = static_spec(of_spec[: len(NAMES)], listed=listed, lengths=(lengths, None))
     return GatherLoop(GatherCall(cp, backend, spec, tuple(kept), backward), tensors)
 
 
@@ -215,6 +216,6 @@ def _run_backward_fake(do: Tensor, tensors: list[Tensor | None], *_: Any) -> lis
 
 
 STATIC = f"{CONFIG}, {CP}, str backend, bool[] kept, bool backward"
-define(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake)
+refuse_derivatives(register(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake), _run)
 schema = f"gather_backward(Tensor do, Tensor?[] tensors, Tensor?[] saved, {STATIC}) -> Tensor[]"
-define(schema, _run_backward, _run_backward_fake)
+refuse_derivatives(register(schema, _run_backward, _run_backward_fake), _run_backward)

@@ -21,7 +21,7 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Exchange
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
-from nsa_layer.saved import first_of, saved_shapes
+from nsa_layer.saved import exact_saved, saved_shapes
 
 Tensor = torch.Tensor
 Fields = Sequence[Tensor | None]
@@ -187,12 +187,8 @@ class GatherLoop:
         self, step: int, i: int, keys: dict[str, list[Tensor]]
     ) -> tuple[CallTensors, dict[str, tuple[Any, ...]]]:
         """A shard's tensors of a step; and by name what they are of those that this rank has."""
-        shard, tile, (first, end), lists = (
-            self.shards[i],
-            self.spec.q_tile,
-            self.steps[step],
-            self.tensors.block_indices,
-        )
+        shard, (first, end) = self.shards[i], self.steps[step]
+        tile, lists = self.spec.q_tile, self.tensors.block_indices
         heads, of_query = slice(first, end), slice(first * self.G, end * self.G)
         index = dict.fromkeys(("q", "gates"), (..., shard.queries, of_query, slice(None)))
         index |= dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
@@ -235,8 +231,7 @@ class GatherLoop:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of a shard's differentiable tensors; q's is written to dq."""
         (inputs, spec, rows), (o, *saved) = self._shard_call(inputs, shard), fields
-        exact = saved_shapes(inputs, spec=spec, kept=self.call.kept, backend=self.call.backend, exact=True)
-        saved = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, exact, strict=True)))
+        saved = exact_saved(saved, inputs, spec=spec, kept=self.call.kept, backend=self.call.backend)
         more = {}
         if self.call.backend == "cute":
             more = dict(plan=self._plan(inputs), o=o, dq=dq, window=rows)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nsa_layer.context_parallel.layout import Ranges, ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.chunked import sum_rounded
-from nsa_layer.operators.registration import LIBRARY, OPS, refuse_derivatives
+from nsa_layer.operators.registration import OPS, refuse_derivatives, register
 
 Tensor = torch.Tensor
 Addends = list[tuple[slice, Tensor]]  # rows of a sum, and what is to be added there
@@ -166,15 +166,6 @@ def ranks_of(group_name: str, load_balance: str | None, rank: int, size: int) ->
     return ContextParallel(dist.distributed_c10d._resolve_process_group(group_name), load_balance=load_balance)
 
 
-def define(schema: str, compute: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> None:
-    """Register an operator without derivatives of its own, which returns a list."""
-    name = schema.split("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nsa_layer::{name}", fake, lib=LIBRARY)
-    refuse_derivatives(getattr(OPS, name).default, compute)
-
-
 def _arguments(counts: Sequence[int], ends: Sequence[int], cp: ContextParallel) -> tuple[list[ShardLayout], Ranges]:
     """Layouts and ranges of the operator's numbers."""
     layouts = [ShardLayout(tuple(of), cp.size, cp.load_balance) for of in _split(counts, cp.num_chunks)]
@@ -214,7 +205,8 @@ def _exchange_fake(xs: list[Tensor], way: str, counts: list[int], ends: list[int
     return [x.new_empty(shape) for x, shape in zip(xs, shapes)]
 
 
-define(f"exchange(Tensor[] xs, str way, SymInt[] counts, SymInt[] ends, {CP}) -> Tensor[]", _exchange, _exchange_fake)
+_schema = f"exchange(Tensor[] xs, str way, SymInt[] counts, SymInt[] ends, {CP}) -> Tensor[]"
+refuse_derivatives(register(_schema, _exchange, _exchange_fake), _exchange)
 
 
 # One place for messages to be launched, which benchmarks replace.

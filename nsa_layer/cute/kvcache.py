@@ -110,7 +110,7 @@ def needs_host_lengths(call: CachedCall, spec: CallSpec) -> bool:
 
 
 def _how_read(call: CachedCall) -> str:
-    """How attention reads the caches: as "rows", on "pages", or from "copies"."""
+    """The way that attention reads the caches: "rows", "pages" or "copies"."""
     if call.k is None:
         return "copies"
     if call.page_table is None and call.cache_batch_idx is None and not call.packed:

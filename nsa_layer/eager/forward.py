@@ -120,7 +120,7 @@ def to_compute_dtype(x: Tensor) -> Tensor:
 
 
 def compressed(batch: CallTensors, name: str, config: NSAConfig) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Of k or v: means of blocks (None with ``k_cmp`` or ``v_cmp``), compressed tokens not rounded, and rounded."""
+    """Means of blocks of k or v (None with ``k_cmp`` or ``v_cmp``), compressed tokens not rounded, and rounded."""
     x, exact, mean = getattr(batch, name), getattr(batch, f"{name}_cmp"), None
     if exact is None:
         mean = mean_pool(x, config=config)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -35,7 +34,7 @@ def attend(
         o and the branches' log-sum-exps, shaped as `nsa_with_kvcache` says, and each sequence's `Aux` (None where
         there is nothing to attend).
     """
-    module, q, lengths = import_module(support.BACKENDS[backend]), call.q, call.lengths(spec)
+    module, q, lengths = support.pages(backend), call.q, call.lengths(spec)
     caches = call.caches(TOKEN_CACHES) | call.caches(COMPRESSED_CACHES)
     pages, new = _pages(call, caches), _new(call, lengths)
     ends = [S if call.k is None else S + T for S, T in zip(call.cache_seqlens.tolist(), lengths)]

@@ -12,9 +12,9 @@ from torch.autograd.graph import increment_version
 from nsa_layer import autocast, derivatives
 from nsa_layer.cached_call import CACHES, TENSORS, CachedCall, spec_of
 from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
-from nsa_layer.config import NSAConfig
 from nsa_layer.operators import CONFIG, static_arguments
-from nsa_layer.operators.registration import LIBRARY, OPS, define, differentiate, needs_dispatcher, refuse_derivatives
+from nsa_layer.operators.layer import NAMES, static_spec
+from nsa_layer.operators.registration import OPS, define, differentiate, needs_dispatcher, refuse_derivatives, register
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
@@ -73,12 +73,11 @@ def _compute(
     num_splits: int = 0,
     **static: Any,
 ) -> tuple[Tensor, ...]:
-    softmax_scale = static.pop("softmax_scale")
-    del static["causal"], static["branches"]
-    options = dict(config=NSAConfig(**static), max_seqlen_q=max_seqlen_q, num_splits=num_splits)
+    config = static_spec(map(static.__getitem__, NAMES), listed=False).config
+    options = dict(config=config, max_seqlen_q=max_seqlen_q, num_splits=num_splits)
     call = CachedCall(**dict(zip(TENSORS, tensors, strict=True)), **options)
     how = dict(backend=backend, validate=validate)
-    o, lses = _on_backend(call, spec_of(call, softmax_scale, **how), **how)
+    o, lses = _on_backend(call, spec_of(call, static["softmax_scale"], **how), **how)
     return o, *(lse.contiguous() for lse in lses)
 
 
@@ -97,10 +96,7 @@ def _schema() -> str:
     return f"with_kvcache({', '.join(tensors)}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-LIBRARY.define(_schema(), tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("with_kvcache", _compute, "CompositeExplicitAutograd")
-torch.library.register_fake("nsa_layer::with_kvcache", _fake, lib=LIBRARY)
-refuse_derivatives(OPS.with_kvcache.default, _compute)
+refuse_derivatives(register(_schema(), _compute, _fake), _compute)
 
 
 class _WithoutGradient(derivatives.ReverseMode):
@@ -129,7 +125,5 @@ def _raise(do: Tensor) -> Tensor:
 
 _schema_of_copy = "Tensor passed, Tensor o, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa"
 _copy_without_gradient, _copied = define("copy_without_gradient", _schema_of_copy, 4, _copy, _copy)
-LIBRARY.define("raise_no_gradient(Tensor do) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("raise_no_gradient", _raise, "CompositeExplicitAutograd")
-torch.library.register_fake("nsa_layer::raise_no_gradient", torch.empty_like, lib=LIBRARY)
+register("raise_no_gradient(Tensor do) -> Tensor", _raise, torch.empty_like)
 differentiate(_copy_without_gradient, _copied, _WithoutGradient)

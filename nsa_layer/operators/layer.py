@@ -16,9 +16,8 @@ from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, Aux, CallSpec, C
 from nsa_layer.checks import check_lengths, check_list_count, check_lists, check_positions, starts_of_lengths
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
-from nsa_layer.operators import registration
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
-from nsa_layer.saved import first_of, saved_shapes, with_capacity
+from nsa_layer.saved import exact_saved, saved_shapes, with_capacity
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
@@ -62,7 +61,7 @@ def attend(
     static = (*static_arguments(spec).values(), backend, heads, memory.budget, kept, spec.bound, needs_grad)
     if needs_dispatcher(tensors):
         o, *saved = OP(*tensors, *static)
-    elif registration.needs_grad(tensors):
+    elif tensors.needs_grad:
         o, *saved = APPLY(_without_capacity, *unwrap_dead_wrappers(tensors), *static)
     else:
         with torch.no_grad():
@@ -130,9 +129,9 @@ def static_arguments(spec: CallSpec) -> dict[str, Any]:
     return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-3]} | more
 
 
-def spec_of(static: Iterable[Any], tensors: CallTensors, lengths: Lengths = (None, None)) -> CallSpec:
-    """The static side of a call from values of `static_arguments`; lengths are of queries and of keys."""
-    return _call_spec(tuple(static), lengths, tensors.block_indices is not None)
+def static_spec(static: Iterable[Any], *, listed: bool, lengths: Lengths = (None, None)) -> CallSpec:
+    """The inverse of `static_arguments`, of their values; lengths are of queries and of keys."""
+    return _call_spec(tuple(static), lengths, listed)
 
 
 @lru_cache(maxsize=256)
@@ -146,14 +145,15 @@ def _call_spec(static: tuple[Any, ...], lengths: Lengths, listed: bool) -> CallS
 def _spec(static: Sequence[Any], tensors: CallTensors, backend: str, bound: int | None) -> CallSpec:
     """The static side of a call that runs; starts that the kernels read are left on the GPU."""
     q, cu_seqlens, cu_seqlens_k = tensors.q, tensors.cu_seqlens, tensors.cu_seqlens_k
+    of_call = partial(static_spec, static, listed=tensors.block_indices is not None)
     if cu_seqlens is None:
-        return spec_of(static, tensors)
+        return of_call()
     if _leaves_starts(tensors, backend):
-        return replace(spec_of(static, tensors), bound=min(bound or q.shape[0], q.shape[0]))
+        return replace(of_call(), bound=min(bound or q.shape[0], q.shape[0]))
     of_q, of_k = check_lengths(cu_seqlens, q, "cu_seqlens", "q"), None
     if cu_seqlens_k is not None:
         of_k = check_lengths(cu_seqlens_k, tensors.k, "cu_seqlens_k", "k")
-    return spec_of(static, tensors, (of_q, of_k))
+    return of_call(lengths=(of_q, of_k))
 
 
 def _leaves_starts(tensors: CallTensors, backend: str) -> bool:
@@ -201,7 +201,8 @@ def _split(args: Sequence[Any]) -> tuple[CallTensors, Sequence[Any]]:
 def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
     tensors, (*static, backend, _, _, kept, _, _) = _split(args)
     q, left = tensors.q, _leaves_starts(tensors, backend)
-    shapes = saved_shapes(tensors, spec=spec_of(static, tensors), kept=kept, backend=backend)
+    spec = static_spec(static, listed=tensors.block_indices is not None)
+    shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend)
     saved = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
     starts = (copied_fake(x, q, left=left) for x in (tensors.cu_seqlens, tensors.cu_seqlens_k))
     return q.new_empty((*q.shape[:-1], tensors.v.shape[-1])), *saved, *starts
@@ -218,13 +219,13 @@ def _attend_backward(do: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     saved, (starts, starts_k, *static, backend, heads, budget, kept, bound, _, needs) = args[:FIELDS], args[FIELDS:]
     of_q, of_k = (x if x.numel() else None for x in (starts, starts_k))
     tensors = CallTensors(*inputs, of_q, block_indices, q_offset, of_k)
-    spec = spec_of(static, tensors, (lengths_of(starts), lengths_of(starts_k)))
+    lengths = lengths_of(starts), lengths_of(starts_k)
+    spec = static_spec(static, listed=block_indices is not None, lengths=lengths)
     if stay_on_gpu(starts):
         spec = replace(spec, bound=min(bound or tensors.q.shape[0], tensors.q.shape[0]))
     with torch.cuda.device_of(do):
         tensors = exact_rows(tensors, spec)
-        shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend, exact=True)
-        saved = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, shapes, strict=True)))
+        saved = exact_saved(saved, tensors, spec=spec, kept=kept, backend=backend)
         how = dict(spec=spec)
         if backend == "cute":
             how |= dict(plan=plan_of(tensors, spec, heads, budget, kept, True), o=o)

@@ -40,27 +40,28 @@ def needs_grad(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
+def register(schema: str, compute: Callable, fake: Callable) -> torch._ops.OpOverload:
+    """The operator of this schema, which no derivatives are known of until it gets some, or refuses them."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nsa_layer::{name}", fake, lib=LIBRARY)
+    return getattr(OPS, name).default
+
+
 def define(
     name: str, schema: str, outputs: int, compute: Callable, fake: Callable
 ) -> tuple[torch._ops.OpOverload, Callable[..., tuple[Tensor, ...]]]:
-    """The operator, and what computes it from its arguments.
-
-    Those behind the star can be given by place too, which takes the dispatcher half the time.
-    """
-    found = _flat(schema, compute)
+    """The operator, and what computes it from its arguments, empty tensors in place of None."""
 
     def whole(*args: Any) -> tuple[Tensor, ...]:
         like = next(x for x in args if x is not None)
         with torch.no_grad(), autocast.off(like.device):
-            return tuple([like.new_empty(0) if x is None else x for x in found(*args)])
+            return tuple([like.new_empty(0) if x is None else x for x in compute(*args)])
 
-    returns = ", ".join(["Tensor"] * outputs)
-    schema_by_place = f"{name}({schema.replace('*, ', '')}) -> ({returns})"
-    LIBRARY.define(schema_by_place, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, whole, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nsa_layer::{name}", _flat(schema, fake), lib=LIBRARY)
+    op = register(f"{name}({schema}) -> ({', '.join(['Tensor'] * outputs)})", whole, fake)
     torch.library.register_vmap(f"nsa_layer::{name}", _refuse_vmap, lib=LIBRARY)
-    return getattr(OPS, name).default, whole
+    return op, whole
 
 
 def differentiate(
@@ -87,15 +88,6 @@ def refuse_derivatives(op: torch._ops.OpOverload, compute: Callable[..., tuple[T
         return _below_autograd(op, compute, keys, *args, **static)
 
     LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
-
-
-def _flat(schema: str, function: Callable[..., tuple]) -> Callable[..., tuple]:
-    """The function of a schema's arguments by place, which takes those behind the star, if there is one, by name."""
-    if "*, " not in schema:
-        return function
-    tensors, config = (part.split(", ") for part in schema.split(", *, "))
-    count, names = len(tensors), [each.split()[-1] for each in config]
-    return lambda *args: function(*args[:count], **dict(zip(names, args[count:], strict=True)))
 
 
 def _refuse_vmap(*_: Any, **__: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -74,8 +75,8 @@ def host_microseconds(call: Call, device: str) -> float:
     return (time.perf_counter() - begin) * 1e6
 
 
-def captured(call: Call, *, warm_ups: int = 1) -> Call:
-    """Replays of a CUDA graph of the call, whose output lives as long; warm-ups run on a stream of their own."""
+def capture(call: Callable[[], Any], *, warm_ups: int = 1) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of the call, and what the call returned; warm-ups run on a stream of their own."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -85,11 +86,13 @@ def captured(call: Call, *, warm_ups: int = 1) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = call()
+    return graph, output
 
-    def replay(_output: object = output) -> None:
-        graph.replay()
 
-    return replay
+def captured(call: Call, *, warm_ups: int = 1) -> Call:
+    """Replays of a CUDA graph of the call, whose output lives as long."""
+    graph, output = capture(call, warm_ups=warm_ups)
+    return lambda _output=output: graph.replay()
 
 
 def rotating(calls: Sequence[Call]) -> Call:

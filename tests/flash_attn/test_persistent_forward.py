@@ -19,7 +19,7 @@ from fuzz.oracle import reference
 
 
 def overlap_of(case: Case) -> tuple[int, tuple[int, int] | None]:
-    """Of a forward kernel whose tiles overlap, stages of keys and values beside two tiles of queries, else 0; and the
+    """Stages of keys and values beside two tiles of queries, 0 unless the forward kernel's tiles overlap; and the
     tile, if windows end with one."""
     with built_kernels("FlashAttentionForwardSm90") as kernels:
         forward(case, make_inputs(case))

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from layer_calls import captured, needs_hopper, starts_of
+from layer_calls import needs_hopper, starts_of
 from torch._dynamo.utils import counters
 
 from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
@@ -16,6 +16,7 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.host_constants import starts_on
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.rope import RotaryEmbedding
+from nsa_tools.measure.timing import capture
 from nsa_tools.testing.cases import Case, make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +57,7 @@ def assert_replays(
     """A graph of a step gives what the step does for other tensors; `draw` gives those, and do, of a seed."""
     of, do = draw(0)
     of = [x.requires_grad_() for x in of]
-    graph, static = captured(lambda: step(lambda: call(*of), of, do))
+    graph, static = capture(lambda: step(lambda: call(*of), of, do), warm_ups=3)
     for seed in (1, 2):
         fresh, fresh_do = draw(seed)
         with torch.no_grad():

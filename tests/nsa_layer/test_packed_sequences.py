@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from layer_calls import captured, needs_hopper, no_waits, starts_of
+from layer_calls import needs_hopper, no_waits, starts_of
 from stub_kernels import LAUNCHED, stubbed_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +24,7 @@ from nsa_layer.cute import host_constants, varlen
 from nsa_layer.cute.host_constants import HostCopy, starts_on
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.rope import RotaryEmbedding
+from nsa_tools.measure.timing import capture
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 
 Tensor = torch.Tensor
@@ -393,7 +394,7 @@ def test_wrong_starts_on_the_gpu_are_found_where_asked_for() -> None:
 def test_a_captured_call_takes_other_starts() -> None:
     module, x = module_and_tokens()
     of, starts = [x, *module.parameters()], starts_of(LENGTHS, "cuda")
-    graph, static = captured(lambda: step(partial(module, x), of, cu_seqlens=starts))
+    graph, static = capture(lambda: step(partial(module, x), of, cu_seqlens=starts), warm_ups=3)
     for lengths in (OTHERS, LENGTHS):
         starts.copy_(starts_of(lengths))
         graph.replay()

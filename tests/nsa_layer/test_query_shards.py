@@ -8,12 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from layer_calls import captured, needs_hopper
+from layer_calls import needs_hopper
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from fuzz.query_shards import Attend, attend, in_shards
 from nsa_layer import NSAConfig, reference
 from nsa_layer.call_spec import CallTensors
+from nsa_tools.measure.timing import capture
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
@@ -128,7 +129,7 @@ def test_a_graph_reads_positions_when_it_is_replayed() -> None:
         return KERNELS_ATTEND(tensors, spec=case.spec)[0]
 
     with torch.no_grad():
-        graph, o = captured(attend)
+        graph, o = capture(attend, warm_ups=3)
         for offsets in ((0, 436), (99, 7)):
             q.copy_(torch.stack([x[at : at + 64] for x, at in zip(inputs.q, offsets)]))
             q_offset.copy_(torch.tensor(offsets))

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from layer_calls import captured, no_waits, starts_of
+from layer_calls import no_waits, starts_of
 from stub_kernels import LAUNCHED, stubbed_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected, selected_attention, support
 from nsa_layer.selected import TILES
+from nsa_tools.measure.timing import capture
 from nsa_tools.testing import cases
 from nsa_tools.testing.cases import make_inputs, run
 from nsa_tools.testing.pasteable import Pasteable
@@ -291,7 +292,7 @@ def test_capture(case: Case) -> None:
     called(given, do, "cute")
     with no_waits():
         called(given, do, "cute")
-    graph, got = captured(lambda: called(given, do, "cute"))
+    graph, got = capture(lambda: called(given, do, "cute"), warm_ups=3)
     other, _ = drawn(replace(case, seed=1), "cuda")
     for name in ("q", "k", "v", "block_indices", "q_offset"):
         given[name].copy_(other[name])

@@ -23,7 +23,7 @@ _read: MutableMapping[Tensor, tuple[tuple[int, int] | None, BatchPacking]] = Wea
 
 @dataclass(frozen=True, eq=False)
 class BatchPacking:
-    """How the tokens of a batch are packed: not at all without ``cu_seqlens``, every row being one sequence.
+    """Packing of the tokens of a batch: none without ``cu_seqlens``, every row being one sequence.
 
     Attributes:
         shape: (B, T) of the queries.
