@@ -33,6 +33,17 @@ def test_of_the_fork(): assert build == "patched"
 def test_in_the_body():
     pytest.skip("padded Q + packed K")
 
+def test_reference_is_compiled_anew(monkeypatch):
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+    resets, q = [], torch.zeros(1, 1, 16, 16)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
+    flex_attention(q, q, q)
+    assert not resets
+    for i in range(2):
+        flex_attention(q, q, q, score_mod=lambda score, b, h, m, n, sequence=i: score)
+    assert len(resets) == 2
+
 def test_leaves_gpu_memory():
     torch = sys.modules["torch"] = ModuleType("torch")
     torch.cuda = SimpleNamespace(held=2 << 30, memory_reserved=lambda: torch.cuda.held)
@@ -86,16 +97,16 @@ def test_failures_that_stock_lacks_are_told(root: Path, checkout: Path, capfd: p
     with pytest.raises(QueueError, match="is of other tests than these; record stock's outcomes"):
         run(root, checkout)
     assert run(root, checkout, stock=True, shard=(2, 2)) == 0
-    assert "test_utils: 32 of 76 cases" in capfd.readouterr().out
+    assert "test_utils: 32 of 77 cases" in capfd.readouterr().out
     assert not (root / upstream_tests.RECORD).exists(), "parts are left"
     assert run(root, checkout, stock=True, shard=(1, 2)) == 0
     record = json.loads((root / upstream_tests.RECORD).read_text())
-    assert record["files"] == {"test_utils": {"passed": 73, "failed": 1, "skipped": 2}}
+    assert record["files"] == {"test_utils": {"passed": 74, "failed": 1, "skipped": 2}}
     assert record["failed"] == ["test_utils.py::test_always_fails"] and record["pinned"]
 
     assert run(root, root / upstream_tests.FOLDER) == 1
     said = capfd.readouterr().out
-    assert "| test_utils | 72 | 2 | 2 | 73 | 1 | 2 |" in said
+    assert "| test_utils | 73 | 2 | 2 | 74 | 1 | 2 |" in said
     assert "| test_utils | 2 | 0 | 0 |  |  |  |" in said, (
         "skips of what the fork has are lifted, in a table of their own"
     )
