@@ -1,11 +1,11 @@
-"""`python -m fuzz`: draw cases for a while; `soak`, `sanitize` and `wrong-calls` are commands of their own."""
+"""`python -m fuzz`: draw cases for a while; `soak` and `sanitize` are commands of their own."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-COMMANDS = {"soak": "fuzz.soak", "sanitize": "fuzz.sanitize", "wrong-calls": "fuzz.wrong_calls.check"}
+COMMANDS = {"soak": "fuzz.soak", "sanitize": "fuzz.sanitize"}
 INTERRUPTED = 130
 
 

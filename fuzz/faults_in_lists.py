@@ -71,7 +71,7 @@ def _across(original: Callable, listed: Any, full: Any = None, **more: Any) -> A
     return original(listed, full, **more)
 
 
-@fault("codec hangs", "patches.codec:_shift", "patches", seconds=90.0)
+@fault("codec hangs", "patches.codec:_shift", "patches", seconds=180.0)
 @instead
 def _hang(original: Callable, line: str, indent: int) -> str:
     """Indenting a line never ends: what the watchdog is for."""

@@ -1,30 +1,32 @@
-"""Workers and what they are given: jobs in turn until the time is over, and a watchdog over every example.
+"""Workers and what they are given: slices of properties in turn until the time is over.
 
-A worker that dies, or stays with one example for too long, is ended and replaced; the example becomes a report.
+A worker that dies, or stays with one example for too long, is replaced; the example becomes a report.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from fuzz.mutations import Mutation, planted
 from fuzz.prop import SM90, SM100, Property, properties
 from fuzz.run import Budget, Failure, Outcome, run_property
 from nsa_layer.warm_up.lookup import ENVIRONMENT as KERNEL_ENVIRONMENT
 
-MOST_SKIPPED = 1000  # jobs of failed properties in a row: then there are no others
-START = 120.0  # seconds that a worker may take to import what it checks
-GRACE = 30.0  # seconds that the last jobs may take beyond the time
+PATIENCE = 120.0  # seconds that one example may take before it counts as a hang, and a worker to import what it checks
+GRACE = 30.0  # seconds that the last slices may take beyond the time
+SLICE = Budget(examples=2000, seconds=3.0)  # with a property, before another one's turn
 LONGEST = 1 << 16  # bytes of a case
 NO_CACHE = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}  # what is cached, is not compiled
 ENVIRONMENTS = {
@@ -32,43 +34,28 @@ ENVIRONMENTS = {
     SM100: {"CUDA_VISIBLE_DEVICES": ""} | NO_CACHE | KERNEL_ENVIRONMENT[100],
 }
 SPAWN = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
-
-
-@dataclass(frozen=True)
-class Job:
-    """A slice of a property."""
-
-    prop: Property
-    kind: int
-    budget: Budget
+Unit = tuple[str, int]  # a property, and the number of its kind of kernels
+NOTHING: Unit = ("no property", 0)
 
 
 @dataclass
 class Tally:
-    """Outcomes so far, by property."""
+    """Outcomes so far, by property; failures by property and kind of kernels."""
 
-    examples: Counter = field(default_factory=Counter)
-    seconds: Counter = field(default_factory=Counter)
-    features: dict[str, Counter] = field(default_factory=dict)
-    failures: dict[tuple[str, int], Failure] = field(default_factory=dict)  # by property and kind of kernels
-    hangs: int = 0
+    outcomes: dict[str, Outcome] = field(default_factory=lambda: defaultdict(Outcome))
+    failures: dict[Unit, Failure] = field(default_factory=dict)
     interrupted: bool = False
 
-    def add(self, job: Job, outcome: Outcome) -> None:
-        name = job.prop.name
-        self.examples[name] += outcome.examples
-        self.seconds[name] += outcome.seconds
-        self.features.setdefault(name, Counter()).update(outcome.features)
-        if outcome.failure is not None:
-            self.fail(outcome.failure, job.kind)
+    @property
+    def total(self) -> int:
+        return sum(outcome.examples for outcome in self.outcomes.values())
 
-    def fail(self, failure: Failure, kind: int) -> None:
-        kept = self.failures.get((failure.property, kind))
-        if kept is None or len(failure.case) < len(kept.case):
-            self.failures[failure.property, kind] = failure
-
-    def has_failed(self, job: Job) -> bool:
-        return (job.prop.name, job.kind) in self.failures
+    def add(self, unit: Unit, new: Outcome) -> None:
+        outcome = self.outcomes[unit[0]]
+        outcome.examples, outcome.seconds = outcome.examples + new.examples, outcome.seconds + new.seconds
+        outcome.features.update(new.features)
+        if new.failure is not None:
+            self.failures[unit] = new.failure
 
 
 def _one_gpu(number: int) -> dict[str, str]:
@@ -80,140 +67,123 @@ def _one_gpu(number: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": str(gpus[number % len(gpus)])} if len(gpus) > 1 else {}
 
 
-def _work(pipe: Connection, at: Any, since: Any, log: Path, mutation: str | None) -> None:
-    """In a process of its own: check the properties of jobs; `at` holds the case that is being checked."""
-    from fuzz.mutations import planted
-
+def _work(pipe: Connection, at: Any, log: Path, patience: float, fault: str | None) -> None:
+    """In a process of its own: check properties; `at` holds the case that is being checked, the log what is printed."""
     os.setsid()  # an interrupt is for whoever watches
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
     def note(case: object) -> None:
-        at.value, since.value = repr(case).encode()[: LONGEST - 1], time.monotonic()
+        at.value = repr(case).encode()[: LONGEST - 1]
+        faulthandler.dump_traceback_later(patience, exit=True, file=2)
 
+    faulthandler.dump_traceback_later(max(patience, PATIENCE), exit=True, file=2)
     known = properties()
-    with planted(mutation) if mutation else nullcontext():
+    with planted(fault) if fault else nullcontext():
         pipe.send(None)
         while True:
-            name, kind, budget = pipe.recv()
+            (name, kind), budget = pipe.recv()
             outcome = run_property(known[name], budget, kind=kind, before=note)
+            faulthandler.cancel_dump_traceback_later()
             at.value = b""
             pipe.send(outcome)
 
 
 class _Worker:
-    def __init__(self, number: int, folder: Path, need: str, mutation: str | None) -> None:
-        self.number, self.need, self.job, self.ready = number, need, None, False
-        self.log = folder / f"worker-{number}.log"
+    def __init__(self, number: int, folder: Path, need: str, patience: float, fault: str | None) -> None:
+        self.number, self.need, self.unit, self.started = number, need, NOTHING, time.monotonic()
+        self.log = folder / "workers" / f"worker-{number}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         cache = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
-        cache["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(folder.parent / "kernels")
-        own = NO_CACHE if mutation else cache
-        self.at, self._since = SPAWN.RawArray("c", LONGEST), SPAWN.RawValue("d")
+        cache["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(folder / "kernels")
+        self.at = SPAWN.RawArray("c", LONGEST)
         self.pipe, theirs = SPAWN.Pipe()
-        given = (theirs, self.at, self._since, self.log, mutation)
         # Not a daemon, which may have no processes of its own: `end` is always called.
-        self.process, self.started = SPAWN.Process(target=_work, args=given), time.monotonic()
-        with patch.dict(os.environ, own | _one_gpu(number) | ENVIRONMENTS.get(need, {}) | {"OMP_NUM_THREADS": "1"}):
+        self.process = SPAWN.Process(target=_work, args=(theirs, self.at, self.log, patience, fault))
+        variables = (NO_CACHE if fault else cache) | _one_gpu(number) | ENVIRONMENTS.get(need, {})
+        with patch.dict(os.environ, variables | {"OMP_NUM_THREADS": "1"}):
             self.process.start()
         theirs.close()
 
-    def give(self, job: Job) -> None:
-        self.job, self.started = job, time.monotonic()
-        self.pipe.send((job.prop.name, job.kind, job.budget))
+    def give(self, unit: Unit, budget: Budget) -> None:
+        self.unit, self.started = unit, time.monotonic()
+        self.pipe.send((unit, budget))
+
+    def lost(self) -> Outcome:
+        """The example that it was at when it ended, with what it has printed."""
+        self.process.join()
+        case, log = self.at.value.decode(errors="replace"), self.log.read_text(errors="replace")
+        said = "hang" if "Timeout (" in log else f"the worker ended with code {self.process.exitcode}"
+        failure = Failure(self.unit[0], case, said if case else f"{said}, between examples", log[-5000:])
+        return Outcome(bool(case), time.monotonic() - self.started, failure=failure)
 
     def end(self) -> None:
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
-    def since(self) -> float:
-        """The start of an example, or of its job, or the worker's own."""
-        return max(self._since.value, self.started)
 
-    def failure(self, said: str) -> Failure:
-        """The example that it is at, with what it has printed."""
-        case = self.at.value.decode(errors="replace")
-        name, said = self.job.prop.name if self.job else "no property", said if case else f"{said}, between examples"
-        log = self.log.read_text(errors="replace")[-3000:]
-        return Failure(name, case, said, log, time.monotonic() - self.since())
+def _in_turn(units: list[Unit], tally: Tally) -> Iterator[Unit]:
+    """Another order each time round. What failed is left alone: making it smaller again would take others' time."""
+    while units := [unit for unit in units if unit not in tally.failures]:
+        random.shuffle(units)
+        yield from units
 
 
-class Pool:
-    """So many workers over the jobs of an iterator, which may never end; `stop` says when enough is enough."""
+def run_jobs(
+    chosen: Sequence[Property],
+    count: int,
+    folder: Path,
+    until: float,
+    *,
+    patience: float = PATIENCE,
+    fault: Mutation | None = None,
+    notice: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Check properties in at least so many workers, one for each need, until a time of the monotonic clock.
 
-    def __init__(
-        self,
-        workers: int,
-        folder: Path,
-        *,
-        patience: float,
-        mutation: str | None = None,
-        notice: Callable[[Tally], None] = lambda tally: None,
-        stop: Callable[[Tally], bool] = lambda tally: False,
-    ) -> None:
-        self.folder, self.patience, self.mutation = folder / "workers", patience, mutation
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.count, self.notice, self.stop, self.tally = workers, notice, stop, Tally()
-        self.workers: dict[Connection, _Worker] = {}
+    With a fault planted, until it is found; examples are not kept then. Where it is interrupted, the tally says so, and
+    has what came out until then.
+    """
+    tally, workers = Tally(), {}
+    groups: dict[str, list[Unit]] = {}  # GPU work and CPU work share a process
+    for prop in chosen:
+        need = prop.needs if prop.needs in ENVIRONMENTS else ""
+        suiting = [(prop.name, i) for i, kind in enumerate(prop.kinds) if fault is None or fault.suits(kind)]
+        groups.setdefault(need, []).extend(suiting)
+    units = {need: _in_turn(group, tally) for need, group in groups.items()}
+    budget = replace(SLICE, database=None if fault else str(folder / "examples"))
 
-    def run(self, jobs: dict[str, Iterator[Job]], until: float) -> Tally:
-        """Work through the jobs of each need, a worker at least for each, until a time of the monotonic clock.
+    def start(number: int, need: str) -> None:
+        worker = _Worker(number, folder, need, patience, fault and fault.name)
+        workers[worker.pipe] = worker
 
-        Where it is interrupted, the tally says so, and has what came out until then.
-        """
-        needs = [*jobs, *list(jobs)[:1] * (self.count - len(jobs))]
-        for number, need in enumerate(needs):
-            self._start(number, need)
-        try:
-            while self.workers and time.monotonic() < until + GRACE and not self.stop(self.tally):
-                for pipe in wait(list(self.workers), timeout=0.2):
-                    self._hear(self.workers[pipe], jobs, until)
-                self._watch(until)
-                self.notice(self.tally)
-        except KeyboardInterrupt:
-            self.tally.interrupted = True
-        finally:
-            for worker in self.workers.values():
-                worker.end()
-        return self.tally
-
-    def _start(self, number: int, need: str) -> None:
-        worker = _Worker(number, self.folder, need, self.mutation)
-        self.workers[worker.pipe] = worker
-
-    def _hear(self, worker: _Worker, jobs: dict[str, Iterator[Job]], until: float) -> None:
-        try:
-            outcome = worker.pipe.recv()
-            if outcome is None:
-                worker.ready = True
-            else:
-                self.tally.add(worker.job, outcome)
-            # Jobs that failed once are left alone: making them smaller again would take the time of the others.
-            others = (job for job in islice(jobs[worker.need], MOST_SKIPPED) if not self.tally.has_failed(job))
-            job = next(others, None) if time.monotonic() < until else None
-            if job is None:
-                self.workers.pop(worker.pipe).end()
-                return
-            seconds = max(0.5, min(job.budget.seconds, until - time.monotonic()))
-            worker.give(replace(job, budget=replace(job.budget, seconds=seconds)))
-        except (EOFError, ConnectionError):
-            worker.process.join()
-            self._replace(worker, f"the worker ended with code {worker.process.exitcode}", until)
-
-    def _watch(self, until: float) -> None:
-        for worker in list(self.workers.values()):
-            patience = self.patience if worker.ready else max(self.patience, START)
-            if time.monotonic() - worker.since() > patience:
-                self.tally.hangs += 1
-                self._replace(worker, f"hang: no end after {self.patience:.0f} seconds", until)
-
-    def _replace(self, worker: _Worker, said: str, until: float) -> None:
-        """Report a worker that is lost, and start another if this one ever ran."""
-        failure = worker.failure(said)
-        self.tally.examples[failure.property] += bool(failure.case)
-        self.tally.fail(failure, worker.job.kind if worker.job else 0)
-        self.workers.pop(worker.pipe).end()
-        if worker.ready and time.monotonic() < until:
-            self._start(worker.number, worker.need)
+    for number, need in enumerate([*groups, *list(groups)[:1] * (count - len(groups))]):
+        start(number, need)
+    try:
+        while workers and time.monotonic() < until + GRACE and not (fault and tally.failures):
+            for pipe in wait(list(workers), timeout=0.2):
+                worker = workers[pipe]
+                try:
+                    if (outcome := pipe.recv()) is not None:
+                        tally.add(worker.unit, outcome)
+                    left = until - time.monotonic()
+                    if left > 0 and (unit := next(units[worker.need], None)):
+                        seconds = max(0.5, min(budget.seconds, left))
+                        worker.give(unit, replace(budget, seconds=seconds, seed=random.randrange(1 << 30)))
+                    else:
+                        workers.pop(pipe).end()
+                except (EOFError, ConnectionError):
+                    tally.add(worker.unit, worker.lost())
+                    workers.pop(pipe).end()
+                    if worker.unit != NOTHING and time.monotonic() < until:
+                        start(worker.number, worker.need)
+            notice(tally)
+    except KeyboardInterrupt:
+        tally.interrupted = True
+    finally:
+        for worker in workers.values():
+            worker.end()
+    return tally

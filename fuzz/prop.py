@@ -32,7 +32,7 @@ class Property:
         check: raises if the property does not hold.
         kinds: what kernels are compiled for; each is drawn from on its own.
         needs: GPU, SM90, SM100 or nothing.
-        pr: examples in the profile of that name; the others go on until their time is over.
+        pr: examples that `tests/fuzz` draws; `python -m fuzz` goes on until its time is over.
         stock: whether the unpatched package has what the property asks of it.
     """
 
@@ -65,10 +65,11 @@ def holds(name: str, cases: Callable[..., SearchStrategy], **options: Any) -> Ca
 
 
 def properties() -> dict[str, Property]:
-    """All of them, by name; where the stock package is installed, those that do without the fork's modules."""
-    for module in STOCK_MODULES if fork_status().kind == "stock" else MODULES:
+    """All of them, by name; where the unpatched package is installed, those that it has to satisfy."""
+    stock = fork_status().kind == "stock"
+    for module in STOCK_MODULES if stock else MODULES:
         import_module(f"fuzz.properties.{module}")
-    return _all
+    return {name: prop for name, prop in _all.items() if prop.stock or not stock}
 
 
 @contextmanager
@@ -82,11 +83,11 @@ def refused(words: str, *errors: type[Exception]) -> Iterator[None]:
     raise AssertionError(f"it was taken: expected an error about {words!r}")
 
 
-def on_this_machine(stock: bool = False) -> Iterator[Property]:
-    """Those that can run here; with `stock` only those that the unpatched package has to satisfy."""
+def on_this_machine() -> Iterator[Property]:
+    """Those that can run here."""
     import torch
 
     gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
     for each in properties().values():
-        if (gpu or each.needs != GPU) and (each.stock or not stock):
+        if gpu or each.needs != GPU:
             yield each

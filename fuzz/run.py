@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import math
+import re
 import time
 import traceback
 from collections import Counter
@@ -22,7 +24,6 @@ from fuzz.prop import Property, Skip
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case
 
-SHRINK_SECONDS = 20.0
 NAMES = {name: value for name, value in vars(cases).items() if isinstance(value, type)}
 NAMES |= {"Case": Case, "NSAConfig": NSAConfig, "torch": torch, "nan": float("nan"), "inf": float("inf")}
 
@@ -44,7 +45,7 @@ class Budget:
 
     examples: int = 100
     seconds: float = 60.0
-    shrink: float = SHRINK_SECONDS
+    shrink: float = 20.0
     seed: int | None = None
     database: str | None = None
 
@@ -57,8 +58,10 @@ class Failure:
     case: str
     error: str
     trace: str = ""
-    found: float = 0.0  # seconds
-    examples: int = 0  # before it was found
+
+    @classmethod
+    def of(cls, prop: Property, case: str, error: Exception) -> Failure:
+        return cls(prop.name, case, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
 @dataclass
@@ -79,15 +82,11 @@ def run_property(
     Args:
         before: called with each case before it is checked.
     """
-    outcome, started = Outcome(), time.monotonic()
-    since_failure: list[float] = []
-    since_first: list[float] = []
+    outcome, started, end = Outcome(), time.monotonic(), math.inf
 
     def check(case: object) -> None:
-        now = time.monotonic()
-        if since_failure and now > since_failure[0] + budget.shrink:
-            raise _Over
-        if not since_failure and since_first and now > since_first[0] + budget.seconds:
+        nonlocal end
+        if time.monotonic() > end:
             raise _Over
         before(case)
         try:
@@ -96,12 +95,14 @@ def run_property(
             return
         except Exception as error:
             outcome.examples += 1
-            if not since_failure:
-                since_failure.append(now)
-            _keep(outcome, prop, case, error, since_failure[0] - started)
+            text, kept = repr(case), outcome.failure
+            if kept is None:
+                end = time.monotonic() + budget.shrink
+            if kept is None or (len(text), text) <= (len(kept.case), kept.case):
+                outcome.failure = Failure.of(prop, text, error)
             raise
-        if not since_failure:
-            since_first.append(time.monotonic())
+        if outcome.failure is None:
+            end = min(end, time.monotonic() + budget.seconds)
             outcome.examples += 1
             outcome.features.update(features(case))
 
@@ -123,31 +124,19 @@ def run_property(
             test()
         except Exception as error:
             if outcome.failure is None:  # the strategy's own fault, or hypothesis's
-                trace = traceback.format_exc()
-                outcome.failure = Failure(prop.name, "", f"{type(error).__name__}: {error}", trace, examples=0)
+                outcome.failure = Failure.of(prop, "", error)
     outcome.seconds = time.monotonic() - started
     return outcome
 
 
-def _keep(outcome: Outcome, prop: Property, case: object, error: Exception, found: float) -> None:
-    text = repr(case)
-    kept = outcome.failure
-    if kept is None or (len(text), text) <= (len(kept.case), kept.case):
-        said = f"{type(error).__name__}: {error}"
-        before = outcome.examples if kept is None else kept.examples
-        outcome.failure = Failure(prop.name, text, said, traceback.format_exc(), found, before)
-
-
 def check_one(prop: Property, case: object) -> Failure | None:
     """Check a single case."""
-    started = time.monotonic()
     try:
         prop.check(case)
     except Skip:
         return None
     except Exception as error:
-        took = time.monotonic() - started
-        return Failure(prop.name, repr(case), f"{type(error).__name__}: {error}", traceback.format_exc(), took, 1)
+        return Failure.of(prop, repr(case), error)
     return None
 
 
@@ -156,17 +145,16 @@ def parse_case(text: str) -> object:
     return eval(text, {"__builtins__": {}}, dict(NAMES))  # a file of one's own, which a replay runs anyway
 
 
-def write_failure(failure: Failure, folder: Path, mutation: str | None = None) -> Path:
-    """Write it, under a name that depends on the property and the case alone."""
+def write_failure(failure: Failure, folder: Path, options: str = "") -> Path:
+    """Write it, named by the property and the case alone. options: of the command that replays it."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(f"{failure.property}{failure.case}".encode()).hexdigest()[:10]
     slug = "".join(c if c.isalnum() else "-" for c in failure.property)
     path = folder / f"{slug}-{digest}.txt"
-    planted = "" if mutation is None else f" --mutate {mutation}"
     path.write_text(
         f"property: {failure.property}\n"
         f"case: {failure.case}\n"
-        f"replay: python -m fuzz --replay {path}{planted}\n\n"
+        f"replay: python -m fuzz --replay {path}{options}\n\n"
         f"{failure.error}\n\n{failure.trace}",
         encoding="utf-8",
     )
@@ -175,11 +163,7 @@ def write_failure(failure: Failure, folder: Path, mutation: str | None = None) -
 
 def read_failure(path: Path) -> tuple[str, str]:
     """The property's name and the case's text."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        name, _, value = line.partition(": ")
-        if name in ("property", "case") and name not in found:
-            found[name] = value
-    if set(found) != {"property", "case"}:
+    found = re.match("property: (.*)\ncase: (.*)\n", path.read_text(encoding="utf-8"))
+    if found is None:
         raise ValueError(f"{path} is no failure file: expected lines 'property: ...' and 'case: ...'")
-    return found["property"], found["case"]
+    return found[1], found[2]

@@ -1,6 +1,6 @@
 """The catalogue of refused calls: tables of (arguments, exception, words of the message, wrong values) by function.
 
-`python -m fuzz wrong-calls` runs it, and `tests/fuzz/test_wrong_calls.py`. Each call is a right one with one argument
+`tests/fuzz/test_wrong_calls.py` runs it. Each call is a right one with one argument
 replaced. It has to raise that exception with those words before any kernel is launched, and to leave its inputs alone.
 """
 

@@ -1,15 +1,10 @@
-"""Run the catalogue: which wrong calls pass, raise something else, have begun by then, or touch their inputs.
-
-Exit codes: 0 all are refused as they should be; 1 some are not; 2 there were none.
-"""
+"""The check of a wrong call: whether it passes, raises something else, has begun by then, or touches its inputs."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,9 +12,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from tqdm import tqdm
 
-from fuzz.wrong_calls import Arguments, WrongCall, catalogue
+from fuzz.wrong_calls import Arguments, WrongCall
 
 # Operators that make room, or another view of a tensor.
 HARMLESS = tuple("empty detach alias view expand t. transpose select slice unsqueeze permute as_strided".split())
@@ -115,22 +109,3 @@ def fake_gpu(arch: int = 90) -> Iterator[None]:
             yield
     finally:
         interface._get_device_arch = original
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fuzz wrong-calls", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="print the catalogue and run nothing")
-    parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name holds this")
-    options = parser.parse_args(argv)
-    calls = [call for call in catalogue() if options.only in call.name]
-    if options.list:
-        print("\n".join(call.name for call in calls))
-        return 0
-    wrong = 0
-    for call in tqdm(calls, desc="wrong calls", file=sys.stderr):
-        said = complaint(call)
-        if said is not None:
-            wrong += 1
-            print(f"{call.name}: {said}")
-    print(f"{len(calls)} wrong calls, {wrong} not refused as they should be")
-    return 2 if not calls else 1 if wrong else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fuzz import cli, pool, soak
+from fuzz import pool, soak
 from fuzz.__main__ import main
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Blocks, Edge
-from fuzz.pool import Job, Pool
+from fuzz.mutations import all_mutations
+from fuzz.pool import run_jobs
 from fuzz.prop import SM90, SM100, Property, Skip, properties
 from fuzz.run import Budget, Failure, parse_case, read_failure, run_property, write_failure
 from nsa_layer import NSAConfig
@@ -49,7 +51,7 @@ def test_failing_examples_are_tried_first(tmp_path: Path) -> None:
     prop, database = Property("made up", lambda: CASES, too_large), str(tmp_path)
     first, again = (run_property(prop, Budget(examples=50, seed=seed, database=database)) for seed in (1, 2))
     assert first.failure is not None and any(path.is_file() for path in tmp_path.rglob("*"))
-    assert again.failure.case == first.failure.case and again.failure.examples == 1
+    assert again.failure.case == first.failure.case and again.examples < first.examples
 
 
 def test_workers_take_turns_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,44 +92,52 @@ def test_cases_can_be_pasted(case: object, tmp_path: Path) -> None:
 
 def test_exit_codes(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = ("--folder", str(tmp_path), "--workers", "1")
-    assert cli.main(["--profile", "pr", "--only", "options", *folder]) == 0
+    assert main(["--minutes", "0.03", "--only", "windows.lists", *folder]) == 0
     said = capsys.readouterr()
-    assert "30 examples of 1 properties, 0 failed" in said.out and "block_size" in said.out, "what was drawn is printed"
-    assert "examples, 0 failed, 0 hung" in said.err, "a progress line"
-    assert cli.main(["--profile", "pr", "--only", "no such property", *folder]) == 2
-    assert cli.main(["--mutate", "zero taken", *folder]) == 1
-    assert "1 of 1 found" in capsys.readouterr().out
+    assert "examples of 1 properties, 0 failed" in said.out and "causal True" in said.out, "what was drawn is printed"
+    assert "examples, 0 failed" in said.err, "a progress line"
+    assert main(["--only", "no such property", *folder]) == 2
+    assert main(["--mutate", "no such fault"]) == 2
+    assert main(["--mutate", "zero taken", *folder]) == 1
     (path,) = (tmp_path / "planted").iterdir()
-    assert cli.main(["--replay", str(path), "--mutate", "zero taken"]) == 1
-    assert cli.main(["--replay", str(path)]) == 0
+    assert f"--replay {path} --mutate 'zero taken'" in capsys.readouterr().out
+    assert main(["--replay", str(path), "--mutate", "zero taken"]) == 1
+    assert main(["--replay", str(path)]) == 0
 
 
 def test_commands_without_work(capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["--list-mutations"]) == 0
+    assert main(["--list-mutations"]) == 0
     assert "leaking selection" in capsys.readouterr().out
-    assert cli.main(["--mutate", "no such fault"]) == 2
-    assert cli.main(["--list"]) == 0
+    assert main(["--list"]) == 0
     assert "attention.is its definition" in capsys.readouterr().out
 
 
 def test_a_hang_becomes_a_report(forked: None, tmp_path: Path) -> None:
-    prop = properties()["patches.text comes back"]
-    jobs = iter([Job(prop, 0, Budget(examples=500, seconds=60))])
-    hunt = Pool(1, tmp_path, patience=2, mutation="codec hangs", stop=lambda tally: bool(tally.failures))
-    tally = hunt.run({"": jobs}, time.monotonic() + 60)
+    prop, fault = properties()["patches.text comes back"], all_mutations()["codec hangs"]
+    tally = run_jobs([prop], 1, tmp_path, time.monotonic() + 60, patience=2, fault=fault)
     failure = tally.failures[prop.name, 0]
-    assert tally.hangs == 1 and failure.error.startswith("hang") and failure.case.startswith("Texts(")
+    assert failure.error == "hang" and failure.case.startswith("Texts(") and "_hang" in failure.trace
+
+
+def test_a_worker_that_dies_is_replaced(forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies = Property("dies", lambda: CASES, lambda case: os._exit(3))
+    lives = Property("lives", lambda: CASES, lambda case: None)
+    monkeypatch.setattr(pool, "properties", lambda: {"dies": dies, "lives": lives})
+    tally = run_jobs([dies, lives], 1, tmp_path, time.monotonic() + 2)
+    (failure,) = tally.failures.values()
+    assert failure.error == "the worker ended with code 3" and failure.case.startswith("Edge(")
+    assert tally.outcomes["dies"].examples == 1 and tally.outcomes["lives"].examples > 1
 
 
 def test_an_interrupted_run_says_what_came_out(
     forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    class Interrupted(Pool):
-        def _watch(self, until: float) -> None:
-            if self.tally.examples:
-                raise KeyboardInterrupt
+    class Interrupted(pool.Tally):
+        def add(self, *new: object) -> None:
+            super().add(*new)
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "Pool", Interrupted)
+    monkeypatch.setattr(pool, "Tally", Interrupted)
     assert main(["--minutes", "3", "--only", "options", "--workers", "1", "--folder", str(tmp_path)]) == 130
     said = capsys.readouterr().out
     assert "| options.good or named |" in said and "examples of 1 properties, 0 failed" in said
@@ -199,10 +209,15 @@ def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("kinds", [[SM90], pytest.param([SM90, SM100], marks=pytest.mark.sweep)], ids=str)
 def test_drawn_configurations_are_traced(kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For Hopper, and for datacenter Blackwell, in a worker for each; the profile `nightly` compiles many."""
+    """For Hopper, and for datacenter Blackwell, in a worker for each; `--only compiling` compiles many."""
     monkeypatch.setenv("CUTE_DSL_DRYRUN", "1")
-    needs = {need: properties()[f"compiling.{need}"] for need in kinds}
-    jobs = {need: iter([Job(prop, 0, Budget(examples=1, seconds=200, shrink=1))]) for need, prop in needs.items()}
-    tally = Pool(len(kinds), tmp_path, patience=250).run(jobs, time.monotonic() + 400)
+    props = [properties()[f"compiling.{need}"] for need in kinds]
+    monkeypatch.setattr(pool, "SLICE", Budget(examples=1, seconds=200, shrink=1))
+
+    def enough(tally: pool.Tally) -> None:
+        if {prop.name for prop in props} <= {*tally.outcomes}:
+            raise KeyboardInterrupt
+
+    tally = run_jobs(props, len(kinds), tmp_path, time.monotonic() + 400, patience=250, notice=enough)
     assert not tally.failures, [f"{failure.case}\n{failure.error}" for failure in tally.failures.values()]
-    assert all(tally.examples[prop.name] for prop in needs.values()), tally.examples
+    assert all(tally.outcomes[prop.name].examples for prop in props), tally.outcomes

@@ -1,85 +1,64 @@
-"""The strategies reach what they claim to reach, and the printed coverage is what was drawn."""
+"""The strategies reach every feature, and draw for kernels what their kinds are for."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
+from hypothesis.strategies import SearchStrategy
 
 from flash_attn.cute.bwd_sm90 import two_pass
 from fuzz import strategies
 from fuzz.attention import both_lists, make_inputs
 from fuzz.attention_lists import in_two_passes
-from fuzz.case import FORMS, Attention
-from fuzz.features import claims, faults, features
+from fuzz.case import FORMS, Attention, Blocks, Edge, Packed, Prompt, Ranks, Served, Texts, Window
+from fuzz.features import FEATURES, features
 from fuzz.kinds import COMPRESSED, FEW, KINDS, call, listed, passes_by_capacity, two_passes
 from fuzz.properties.models import prompts
+from nsa_tools.testing.cases import Case
 
-WAYS: dict[str, Callable] = {
-    "blocks": strategies.blocks,
-    "faults of blocks": lambda: strategies.blocks(faults=True),
-    "packed": strategies.packed,
-    "faults of packed": lambda: strategies.packed(faults=True),
-    "edges": strategies.edges,
-    "windows": strategies.windows,
-    "texts": strategies.texts,
-    "fields": strategies.fields,
-    "ranks": strategies.ranks,
-    "served": strategies.served,
-    "prompts": prompts,
-    "faults of served": lambda: strategies.served(faults=True),
-    "layer": strategies.layer_cases,
-    "attention": lambda: strategies.attention(listed(causal=True)),
+WAYS: dict[type, Callable] = {
+    Blocks: strategies.blocks,
+    Packed: strategies.packed,
+    Edge: strategies.edges,
+    Window: strategies.windows,
+    Texts: strategies.texts,
+    Ranks: strategies.ranks,
+    Served: strategies.served,
+    Prompt: prompts,
+    Case: strategies.layer_cases,
 }
 quiet = settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+    max_examples=5_000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)  # fmt: skip
 
 
-def drawn(strategy: object) -> tuple[set[type], Counter]:
-    kinds, counts = set(), Counter()
-
-    @quiet
-    @given(strategy)
-    def draw(case: object) -> None:
-        kinds.add(type(case))
-        counts.update(features(case))
-
-    draw()
-    return kinds, counts
+def reached(strategy: SearchStrategy, feature: str, most: int = 5_000) -> bool:
+    """True if a case with a feature is drawn, or one without it if its name begins with "not "."""
+    name, without = feature.removeprefix("not "), feature.startswith("not ")
+    try:
+        find(strategy, lambda case: (name in features(case)) != without, settings=settings(quiet, max_examples=most))
+    except NoSuchExample:
+        return False
+    return True
 
 
-def assert_reached(strategy: object, wanted: Iterable[str], counts: Counter, most: int = 5_000) -> None:
-    """Features that the examples behind `counts` lack are looked for among more: the first ones depend on the modules
-    that a process has loaded, whose constants hypothesis draws too."""
-    for claim in sorted(set(wanted) - set(counts)):
-        more = settings(quiet, max_examples=most, phases=[Phase.generate])  # no smaller one
-        try:
-            find(strategy, lambda case, claim=claim: claim in features(case), settings=more)
-        except NoSuchExample:
-            pytest.fail(f"never drawn: {claim}; drawn: {dict(counts)}")
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_claims_are_reached(name: str) -> None:
-    (kind,), counts = drawn(WAYS[name]())
-    assert_reached(WAYS[name](), faults(kind) if "faults" in name else claims(kind), counts)
-
-
-def test_a_claim_that_nothing_reaches_fails() -> None:
-    with pytest.raises(pytest.fail.Exception, match="never drawn: a claim"):
-        assert_reached(strategies.texts(), ["a claim"], Counter(), most=50)
+@pytest.mark.parametrize("kind", WAYS)
+def test_features_are_reached(kind: type) -> None:
+    missed = [f"{no}{name}" for name in FEATURES[kind] for no in ("", "not ") if not reached(WAYS[kind](), no + name)]
+    assert not missed
+    assert not reached(WAYS[kind](), "of no case", most=50)
 
 
 def test_kernels_see_any_factor() -> None:
     pairs: set[tuple[int, int]] = set()
 
-    @quiet
+    @settings(quiet, max_examples=100)
     @given(strategies.attention(call(**COMPRESSED)))
     def draw(case: Attention) -> None:
         pairs.add(case.compress)
@@ -137,33 +116,28 @@ def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
 
 BY_CAPACITY = [kind for kind in KINDS if passes_by_capacity(kind)]
-AUTOGRAD = {"autograd", "not autograd"}
+AUTOGRAD = ("autograd True", "autograd False")
+LENGTHS = ("an empty sequence", "many tiny sequences", "one huge sequence", "layout fused")
 OF_KINDS = [
-    *((kind, {"two passes", "one pass"} | AUTOGRAD, set()) for kind in BY_CAPACITY),
+    (listed(causal=True), ("one token", "fewer keys", "not fewer keys", *AUTOGRAD), ()),
+    *((kind, ("two passes", "not two passes", *AUTOGRAD), ()) for kind in BY_CAPACITY),
     *(  # semaphore values are ignored, through autograd too
-        (kind, {"two passes", "semaphore values", "no semaphore values"} | AUTOGRAD, {"one pass"})
+        (kind, ("two passes", "semaphore values", "not semaphore values", *AUTOGRAD), ("not two passes",))
         for kind in KINDS
         if kind.passes == 2 and kind.deterministic
     ),
     *(  # asked for, through autograd too, which would take two by itself: its lists say so
-        (kind, {"one pass", "semaphore values"} | AUTOGRAD, {"two passes", "no semaphore values"})
+        (kind, ("not two passes", "semaphore values", *AUTOGRAD), ("two passes", "not semaphore values"))
         for kind in [kind for kind in KINDS if kind.passes == 1 and kind.deterministic][:1]
     ),
-    *(
-        (kind, {"an empty sequence", "many tiny sequences", "one huge sequence", "layout fused"}, set())
-        for kind in [kind for kind in KINDS if kind.packed][:1]
-    ),
+    *((kind, LENGTHS, ()) for kind in [kind for kind in KINDS if kind.packed][:1]),
 ]
 
 
-# A set's repr differs from process to process, and all workers have to collect the same names.
-@pytest.mark.parametrize(
-    ("kind", "wanted", "never"), OF_KINDS, ids=lambda x: repr(sorted(x) if isinstance(x, set) else x)
-)
-def test_what_kinds_are_drawn_with(kind: Attention, wanted: set[str], never: set[str]) -> None:
-    _, counts = drawn(strategies.attention(kind))
-    assert_reached(strategies.attention(kind), wanted, counts)
-    assert not never & set(counts)
+@pytest.mark.parametrize(("kind", "wanted", "never"), OF_KINDS, ids=repr)
+def test_what_kinds_are_drawn_with(kind: Attention, wanted: tuple[str, ...], never: tuple[str, ...]) -> None:
+    assert not [feature for feature in wanted if not reached(strategies.attention(kind), feature)]
+    assert not [feature for feature in never if reached(strategies.attention(kind), feature, most=100)]
 
 
 def test_lists_decide_on_passes_in_batches_and_packs() -> None:
@@ -172,14 +146,10 @@ def test_lists_decide_on_passes_in_batches_and_packs() -> None:
 
 def test_ctas_loop_over_several_heads() -> None:
     """In backward under a window, all heads of a group and some, each where bits are to repeat and where not."""
-    found: dict[tuple[bool, bool], Counter] = {}
-    for kind in KINDS:
-        if kind.mask == "window" and kind.Hq >= 24:
-            _, counts = drawn(strategies.attention(kind))
-            found.setdefault((bool(kind.packed), kind.deterministic), Counter()).update(counts)
-    some, every = (f"a CTA loops over {which} heads of a group" for which in ("some", "all"))
+    found: dict[tuple[bool, bool], set[str]] = {}
+    for kind in (kind for kind in KINDS if kind.mask == "window" and kind.Hq >= 24):
+        names = [f"a CTA loops over {which} heads of a group" for which in ("some", "all")]
+        drawn = {name for name in names if reached(strategies.attention(kind), name, most=100)}
+        found.setdefault((bool(kind.packed), kind.deterministic), set()).update(drawn)
     assert set(found) == {(False, False), (False, True), (True, True)}
-    for counts in found.values():
-        assert counts[some] + counts[every] >= 5, "of 100"
-    total = sum(found.values(), Counter())
-    assert total[some] >= 10 and total[every] >= 5
+    assert all(found.values()) and set().union(*found.values()) == {*names}
