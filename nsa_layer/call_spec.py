@@ -48,6 +48,11 @@ class CallSpec:
         """Lengths of the packed sequences' keys, or None for a batch."""
         return self.lengths if self.lengths_k is None else self.lengths_k
 
+    @property
+    def lengths_known(self) -> bool:
+        """True if the host knows all lengths: a batch, or packed sequences whose starts it has read."""
+        return self.bound is None
+
     def in_force(self) -> CallSpec:
         """The spec as it has to be computed now: deterministic where `torch.use_deterministic_algorithms` says so."""
         if self.config.deterministic or not torch.are_deterministic_algorithms_enabled():

@@ -155,7 +155,7 @@ def backward_group(
         if dk_cmp is None:
             dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
             sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
-        if varlen is not None and varlen.bounded:
+        if not spec.lengths_known:
             for x, given, weight in ((dk_cmp, tensors.k_cmp, w_k), (dv_cmp, tensors.v_cmp, w_v)):
                 if given is not None or weight is not None:
                     varlen.clear_behind_blocks(x)

@@ -150,7 +150,7 @@ def _compressed(
         k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
         options = pooling_options(spec, varlen)
         if varlen is not None:
-            options |= dict(total_blocks=varlen.total_compressed, bounded=varlen.bounded)
+            options |= dict(total_blocks=varlen.total_compressed, bounded=not spec.lengths_known)
         k_means, v_mean = pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
     if k is None:
         k_scored = k_cmp.float() if scored else None

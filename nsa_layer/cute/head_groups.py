@@ -20,7 +20,7 @@ READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
 def as_kernels_read(tensors: CallTensors, spec: CallSpec) -> tuple[CallTensors, Varlen | None]:
     """A call's tensors with rows aligned to 16 bytes, and its starts on the GPU."""
     tensors, starts = tensors.map(aligned_rows, READ), {}
-    if spec.bound is not None:
+    if not spec.lengths_known:
         starts = dict(cu_seqlens=tensors.cu_seqlens, total=tensors.q.shape[0])
         starts |= dict(cu_seqlens_k=tensors.cu_seqlens_k, total_k=tensors.k.shape[0])
     return tensors, Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list, **starts)
@@ -33,7 +33,7 @@ def first_positions(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec)
         return None
     if q_offset is not None:
         return q_offset.contiguous()
-    if varlen is not None and varlen.bounded:
+    if not spec.lengths_known:
         return None if tensors.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
     of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
     return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
-
-
-def cached(make: Callable[P, R]) -> Callable[P, R]:
-    """`make`, whose results are kept where they may serve later calls: the same packing is seen layer after layer, and
-    by every call that a CUDA graph captures."""
-    kept = lru_cache(maxsize=64)(torch.inference_mode(False)(make))  # a later call may have a backward
-
-    @wraps(make)
-    def find(*args: P.args) -> R:
-        return (kept if _are_lasting() else make)(*args)
-
-    find.cache_clear = kept.cache_clear
-    return find
+KEPT = 128  # copies: the same packing is seen layer after layer, and by every call that a CUDA graph captures
 
 
 class HostCopy(NamedTuple):
@@ -35,7 +21,7 @@ class HostCopy(NamedTuple):
     def ready(self) -> torch.Tensor:
         """The integers, ready to be read on the current stream.
 
-        A stream other than the copy's waits for it, and keeps the memory alive after the caches have dropped it. In a
+        A stream other than the copy's waits for it, and keeps the memory alive after the cache has dropped it. In a
         capture, before which the copy is complete, they are kept for good.
         """
         device = self.numbers.device
@@ -53,20 +39,45 @@ class HostCopy(NamedTuple):
 _held: dict[int, torch.Tensor] = {}
 
 
-def moved(numbers: torch.Tensor, device: torch.device) -> HostCopy:
-    """An asynchronous copy.
+def numbers_on(rows: tuple[tuple[int, ...], ...], device: torch.device) -> list[torch.Tensor]:
+    """Rows of integers as int32 tensors on `device`, each aligned to 16 bytes, from one copy, which is cached.
 
     Raises:
-        RuntimeError: in a CUDA graph, whose replays would copy from memory that is freed.
+        RuntimeError: in a CUDA graph without an earlier copy: replays would copy from memory that is freed.
     """
+    copy, each = (_copied if _are_lasting() else _copied.__wrapped__)(rows, device)
+    copy.ready()
+    return each
+
+
+def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """cu_seqlens [sequences + 1] on `device`: itself, or a cached copy of one on the CPU."""
+    return cu_seqlens if cu_seqlens.device == device else numbers_on((tuple(cu_seqlens.tolist()),), device)[0]
+
+
+def aligned(size: int) -> int:
+    """Numbers of a multiple of 16 bytes: attention copies what starts elsewhere, at every call."""
+    return -(-size // 4) * 4
+
+
+@lru_cache(maxsize=KEPT)
+@torch.inference_mode(False)  # a later call may have a backward
+def _copied(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[HostCopy, list[torch.Tensor]]:
+    """One copy of rows of integers, and each of them in it."""
     if _is_captured(device):
         raise RuntimeError(
             "a call with these cu_seqlens is captured in a CUDA graph before it was made once; make it once before"
         )
+    padded = [n for row in rows for n in (*row, *[0] * (aligned(len(row)) - len(row)))]
+    numbers = torch.tensor(padded, dtype=torch.int32, device="cpu")
     if device.type != "cuda" or type(numbers) is not torch.Tensor:
-        return HostCopy(numbers.to(device), None, None)
-    stream = torch.cuda.current_stream(device)
-    return HostCopy(numbers.pin_memory().to(device, non_blocking=True), stream, stream.record_event())
+        copy = HostCopy(numbers.to(device), None, None)
+    else:
+        stream = torch.cuda.current_stream(device)
+        copy = HostCopy(numbers.pin_memory().to(device, non_blocking=True), stream, stream.record_event())
+    offsets = accumulate(map(aligned, map(len, rows)), initial=0)
+    # Not by indexing, which looks for the device: fake tensors have none.
+    return copy, [copy.numbers.narrow(0, offset, len(row)) for offset, row in zip(offsets, rows)]
 
 
 def _are_lasting() -> bool:
@@ -77,39 +88,3 @@ def _are_lasting() -> bool:
 
 def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """cu_seqlens [sequences + 1] on `device`: itself, or a cached copy of one on the CPU."""
-    if cu_seqlens.device == device:
-        return cu_seqlens
-    return _copied(tuple(cu_seqlens.tolist()), device).ready()
-
-
-def numbers_on(rows: tuple[tuple[int, ...], ...], device: torch.device) -> list[torch.Tensor]:
-    """Rows of integers as int32 tensors on `device`, from one copy, which is cached."""
-    copy, each = _joined(rows, device)
-    copy.ready()
-    return each
-
-
-def copied_rows(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[HostCopy, list[torch.Tensor]]:
-    """One copy of rows of integers, and each of them in it."""
-    padded = [n for row in rows for n in (*row, *[0] * (aligned(len(row)) - len(row)))]
-    copy = moved(torch.tensor(padded, dtype=torch.int32, device="cpu"), device)
-    places = accumulate(map(aligned, map(len, rows)), initial=0)
-    # Not by indexing, which looks for the device: fake tensors have none.
-    return copy, [copy.numbers.narrow(0, place, len(row)) for place, row in zip(places, rows)]
-
-
-def aligned(size: int) -> int:
-    """Numbers of a multiple of 16 bytes: attention copies what starts elsewhere, at every call."""
-    return -(-size // 4) * 4
-
-
-@cached
-def _copied(numbers: tuple[int, ...], device: torch.device) -> HostCopy:
-    return moved(torch.tensor(numbers, dtype=torch.int32, device="cpu"), device)
-
-
-_joined = cached(copied_rows)

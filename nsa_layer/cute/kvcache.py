@@ -80,7 +80,7 @@ def step(
         changes["cu_seqlens_q"] = starts
     call = replace(call, **changes) if changes else call
     few = supports(call, spec)
-    if spec.bound is not None and not few:  # nobody has checked starts: they lead to rows of q, whatever they are
+    if not spec.lengths_known and not few:  # nobody has checked starts: they lead to rows of q, whatever they are
         call = replace(call, cu_seqlens_q=call.cu_seqlens_q.clamp(0, len(call.q)).cummax(0).values)
     chunk = None if few and not validate else _Chunk(call, spec, memory)
     if validate:
@@ -197,7 +197,7 @@ class _Chunk:
     def parts(self) -> list[slice]:
         """Sequences that are attended to together: as many with queries as `WORKSPACE` holds copies of."""
         call, spec, parts, first, attended = self.call, self.spec, [], 0, 0
-        if spec.bound is None and (copied := _bytes_copied(call, spec)):
+        if spec.lengths_known and (copied := _bytes_copied(call, spec)):
             for b, T in enumerate(call.lengths(spec)):
                 if T and attended == max(1, WORKSPACE // copied):
                     parts.append(slice(first, b))

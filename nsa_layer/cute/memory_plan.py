@@ -16,7 +16,15 @@ import torch
 
 from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.config import NSAConfig
-from nsa_layer.kernels.union_lists.sizes import CHUNKS, KEYS, ROWS, most_partials, union_room, words_of_entry
+from nsa_layer.kernels.union_lists.sizes import (
+    CHUNKS,
+    KEYS,
+    ROWS,
+    longest_work_tile,
+    most_partials,
+    union_capacity,
+    words_of_entry,
+)
 from nsa_layer.support import reads_unions
 
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)
@@ -28,8 +36,7 @@ RECOMPUTE = {
     "all": (NOTHING,),
 }
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
-ITEMS = 1024  # of work of the dk and dv pass by token: as many to four times as many, and one for each short row
-SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask the driver
+SMALL = 1 / 16  # of the GPU's memory: a call that needs less does not ask the driver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +72,19 @@ class Sizes(NamedTuple):
     """Sizes of a call that its memory depends on.
 
     Attributes:
-        tokens, keys: of all sequences; keys is None for as many as tokens.
+        tokens, keys: of all sequences.
+        longest: keys of one sequence, at most.
         itemsize: bytes of an element of q.
-        gate: "weight", "given" (the gates themselves) or "none".
-        longest: keys of one sequence; None: all.
-        own_window: the window has keys or values of its own.
-        listed: lists are the caller's.
+        rows: query heads that share a list.
         unions: tiles read unions of lists, see `support.reads_unions`.
-        rows: query heads that share a list; None: those of a group.
+        listed: lists are the caller's.
+        gate: "weight", "given" (the gates themselves) or "none".
+        own_window: the window has keys or values of its own.
     """
 
     tokens: int
+    keys: int
+    longest: int
     Hq: int
     Hkv: int
     D: int
@@ -83,26 +92,24 @@ class Sizes(NamedTuple):
     itemsize: int
     config: NSAConfig
     list_width: int
-    gate: str = "weight"
-    needs_grad: bool = True
-    longest: int | None = None
-    own_window: bool = False
-    keys: int | None = None
-    listed: bool = False
+    rows: int
     unions: bool = True
-    rows: int | None = None
+    listed: bool = False
+    gate: str = "weight"
+    own_window: bool = False
+    needs_grad: bool = True
 
     @classmethod
     def of(cls, tensors: CallTensors, *, spec: CallSpec, needs_grad: bool) -> Sizes:
         """The sizes of a call; of k the shape is that of v."""
         config, q, v, lists = spec.config, tensors.q, tensors.v, tensors.block_indices
         longest = max(spec.key_lengths) if spec.key_lengths else spec.bound or v.shape[-3]
-        tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
+        counts = (q.shape[:-2].numel(), v.shape[:-2].numel(), longest)
+        heads = (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         width = config.list_width(longest) if lists is None else lists.shape[-1]
-        more = (tensors.gate, needs_grad, longest, tensors.has_own_window, v.shape[:-2].numel(), lists is not None)
-        rows = None if lists is None else tensors.q_heads_per_list
-        unions = reads_unions(config, listed=spec.listed)
-        return cls(tokens, *heads, q.element_size(), config, width, *more, unions, rows)
+        of_lists = (width, tensors.q_heads_per_list, reads_unions(config, listed=spec.listed), lists is not None)
+        more = (tensors.gate, tensors.has_own_window, needs_grad)
+        return cls(*counts, *heads, q.element_size(), config, *of_lists, *more)
 
 
 @dataclass(frozen=True)
@@ -126,65 +133,52 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         "saved": what backward needs of forward, all groups; "forward", "backward": what a group takes while it is
         computed, beside what is saved; "outputs", "gradients": o; do, dq, dk and dv.
     """
-    tokens, e, G, config = sizes.tokens, sizes.itemsize, sizes.Hq // sizes.Hkv, sizes.config
-    query_heads, rows, keys = heads * G, tokens * sizes.Hq, sizes.keys or tokens
-    blocks = keys // config.stride
-    tiles = -(-tokens // config.q_tile)
-    branch = tokens * query_heads * sizes.Dv * e
-    row_numbers, kept = tokens * query_heads * 4 * config.num_branches, kept[: config.num_branches]
-    compressed = blocks * heads * ((sizes.D + sizes.Dv) * e + sizes.D * 4)
-    # A tile's pooled query in fp32 and split into two fp16, which the choice of blocks multiplies.
-    choice = tiles * (query_heads * sizes.D * 8 + heads * sizes.list_width * 8)
-    saved_rows = config.num_branches + 3 * (sizes.gate != "none")
-    saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
-    dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * keys * heads * (sizes.D + sizes.Dv)
-    saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
-    accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
-    lists = 64 * tiles * query_heads * sizes.list_width
-    if config.q_tile == 1:  # neither pooled queries nor counts
-        choice = 0 if sizes.needs_grad else tokens * heads * sizes.list_width * 4
+    tokens, keys, e, config, width = sizes.tokens, sizes.keys, sizes.itemsize, sizes.config, sizes.list_width
+    query_heads, rows, row_sizes = heads * (sizes.Hq // sizes.Hkv), tokens * sizes.Hq, sizes.D + sizes.Dv
+    tiles, blocks, kept = -(-tokens // config.q_tile), keys // config.stride, kept[: config.num_branches]
+    branch, row_numbers = tokens * query_heads * sizes.Dv * e, tokens * query_heads * 4 * config.num_branches
+    compressed = blocks * heads * (row_sizes * e + sizes.D * 4)
+    dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * keys * heads * row_sizes
     if sizes.listed:
-        choice = 0
+        selection = 0
+    elif config.q_tile == 1:  # neither pooled queries nor counts
+        selection = 0 if sizes.needs_grad else tokens * heads * width * 4
+    else:  # a tile's pooled query in fp32 and split into two fp16
+        selection = tiles * (query_heads * sizes.D * 8 + heads * width * 8)
     if sizes.unions:
+        query_lists, pairs = _union_bytes(sizes, heads)
         # dq's accumulator is gone when dk and dv of the selected branch are made.
-        saved_lists = 0 if sizes.listed else tiles * sizes.Hkv * sizes.list_width * 4
-        forward_lists, pairs = _token_lists(sizes, heads)
-        lists, accumulators = forward_lists, dk_dv_accum + max(dq_accum, pairs)
-    # Outputs that were computed again are gone when accumulators are made; gates that are given make gradients of them.
-    made = max(kept.count(False) * branch, accumulators) + config.num_branches * branch * (sizes.gate == "given")
-    saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + saved_lists
+        lists, accumulators = query_lists, dk_dv_accum + max(dq_accum, pairs)
+    else:
+        query_lists, lists = 0, 64 * tiles * query_heads * width
+        accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
+    # Recomputed outputs are gone when accumulators are made; gates that are given make gradients of the outputs.
+    late = max(kept.count(False) * branch, accumulators) + config.num_branches * branch * (sizes.gate == "given")
+    saved_lists = 0 if sizes.listed else tiles * sizes.Hkv * (width + (not sizes.unions)) * 4
+    saved = rows * (sum(kept) * sizes.Dv * e + (config.num_branches + 3 * (sizes.gate != "none")) * 4)
+    saved += blocks * sizes.Hkv * row_sizes * e + saved_lists
     with_gradients = rows + keys * (1 + sizes.own_window) * sizes.Hkv
     return {
         "saved": saved * sizes.needs_grad,
-        "forward": kept.count(False) * branch + 2 * row_numbers + compressed + choice + forward_lists,
-        "backward": (2 * row_numbers + 2 * compressed + lists + made) * sizes.needs_grad,
+        "forward": kept.count(False) * branch + 2 * row_numbers + compressed + selection + query_lists,
+        "backward": (2 * row_numbers + 2 * compressed + lists + late) * sizes.needs_grad,
         "outputs": rows * sizes.Dv * e,
-        "gradients": with_gradients * (sizes.D + sizes.Dv) * e * sizes.needs_grad,
+        "gradients": with_gradients * row_sizes * e * sizes.needs_grad,
     }
 
 
-def _token_lists(sizes: Sizes, heads: int) -> tuple[int, int]:
-    """Bytes of lists by token: the unions' with their bits; those of pairs, with what makes them or is made of them."""
-    tokens, G, n, config = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width, sizes.config
-    keys = sizes.keys or sizes.tokens
-    rows = sizes.rows or G
-    list_heads = heads * G // rows
-    room = union_room(rows, n, config.block_size, sizes.longest or keys, config.q_tile)
-    unions = -(-tokens * rows // ROWS) * list_heads * (1 + room * (1 + words_of_entry(rows, config.block_size))) * 4
-    pairs, blocks = tokens * list_heads * n, -(-keys // config.block_size) * heads
-    cap = max(1, rows_of_item(pairs * rows) // rows)
-    items = (pairs // cap + blocks) * 16 + blocks * 4
-    partials = most_partials(pairs, cap) * max(KEYS, config.block_size) * (sizes.D + sizes.Dv) * 4
-    return unions, pairs * 4 + items + max(CHUNKS * blocks * 4, partials)
-
-
-def rows_of_item(rows: int) -> int:
-    """Pairs of a query and a listed block that add to one partial sum of dk and dv at most, of so many in all.
-
-    In proportion, so that none keeps the others waiting at the end, and that partial sums take no more memory in longer
-    calls. A power of four: few kernels are compiled.
-    """
-    return 4 ** min(10, max(6, ((rows // ITEMS).bit_length() - 1) // 2))
+def _union_bytes(sizes: Sizes, heads: int) -> tuple[int, int]:
+    """Bytes of union lists with their query bits, and of the token-block CSR with the larger of its scratch and its
+    partial sums."""
+    tokens, rows, n, size = sizes.tokens, sizes.rows, sizes.list_width, sizes.config.block_size
+    list_heads = heads * (sizes.Hq // sizes.Hkv) // rows
+    width = union_capacity(rows, n, size, sizes.longest, sizes.config.q_tile)
+    unions = -(-tokens * rows // ROWS) * list_heads * (1 + width * (1 + words_of_entry(rows, size))) * 4
+    pairs, blocks = tokens * list_heads * n, -(-sizes.keys // size) * heads
+    longest = longest_work_tile(pairs, rows)
+    work_tiles = (pairs // longest + blocks) * 16 + blocks * 4
+    partials = most_partials(pairs, longest) * max(KEYS, size) * (sizes.D + sizes.Dv) * 4
+    return unions, pairs * 4 + work_tiles + max(CHUNKS * blocks * 4, partials)
 
 
 def plan_memory(
@@ -204,7 +198,7 @@ def plan_memory(
 def plan_of(
     tensors: CallTensors, spec: CallSpec, heads: int | None, budget: int | None, kept: Sequence[bool], needs_grad: bool
 ) -> MemoryPlan:
-    """The plan of a call that keeps these outputs: groups of as many heads, or if None as the budget has them."""
+    """The plan of a call that keeps these outputs: groups of `heads` key/value heads; None: by the budget."""
     if heads is not None:
         return MemoryPlan(split_heads(tensors.k.shape[-2], heads), tuple(kept))
     sizes = Sizes.of(tensors, spec=spec, needs_grad=needs_grad)
@@ -225,48 +219,36 @@ def _plan_memory(sizes: Sizes, choices: tuple[tuple[bool, bool, bool], ...], bud
     for kept in choices:
         for count in range(1, sizes.Hkv + 1):
             heads = -(-sizes.Hkv // count)
-            if budget is None or _peak(sizes, heads, kept) <= budget:
+            parts = predict(sizes, heads, kept)
+            if budget is None or parts["saved"] + max(parts["forward"], parts["backward"]) <= budget:
                 return MemoryPlan(split_heads(sizes.Hkv, heads), kept)
     return MemoryPlan(split_heads(sizes.Hkv, 1), choices[-1])
 
 
-def _peak(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> int:
-    parts = predict(sizes, heads, kept)
-    return parts["saved"] + max(parts["forward"], parts["backward"])
-
-
 def split_heads(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
-    """Groups of so many key/value heads; the last one may have fewer."""
+    """Groups of `heads` key/value heads; the last one may have fewer."""
     return tuple((first, min(first + heads, Hkv)) for first in range(0, Hkv, heads))
 
 
 def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
-    """Free bytes less o and the gradients; None for a small call."""
-    total = _total_memory(device.index)
-    if sizes.config.deterministic:
-        return _budget_when_empty(sizes, total)
-    parts = _whole(sizes)
+    """Free bytes less o and the gradients; None for a small call. In deterministic mode those that would be free if
+    nothing but the call's inputs were on the GPU."""
+    total, parts = _total_memory(device.index), _predict_whole(sizes)
     if sum(parts.values()) < SMALL * total:
         return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + unused
+    if sizes.config.deterministic:
+        of_keys = sizes.keys * (1 + sizes.own_window) * sizes.Hkv * (sizes.D + sizes.Dv)
+        free = total - (sizes.tokens * sizes.Hq * sizes.D + of_keys) * sizes.itemsize
+    else:
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, free - int(RESERVE * total) - parts["outputs"] - parts["gradients"])
 
 
 @lru_cache(maxsize=256)
-def _whole(sizes: Sizes) -> dict[str, int]:
+def _predict_whole(sizes: Sizes) -> dict[str, int]:
     """`predict` for all heads in one group, everything saved; not to be written to."""
     return predict(sizes, sizes.Hkv, (sizes.needs_grad,) * 3)
-
-
-def _budget_when_empty(sizes: Sizes, total: int) -> int | None:
-    """`_free_budget` if nothing but the call's inputs were on the GPU."""
-    parts = _whole(sizes)
-    if sum(parts.values()) < SMALL * total:
-        return None
-    per_key = (1 + sizes.own_window) * sizes.Hkv * (sizes.D + sizes.Dv)
-    elements = sizes.tokens * sizes.Hq * sizes.D + (sizes.keys or sizes.tokens) * per_key
-    return max(0, total - elements * sizes.itemsize - int(RESERVE * total) - parts["outputs"] - parts["gradients"])
 
 
 @lru_cache(maxsize=None)

@@ -39,14 +39,14 @@ def select_blocks(
     """
     options = dict(config=spec.config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     if varlen is not None:
-        lengths = (varlen.longest,) if varlen.bounded else spec.lengths
+        lengths = spec.lengths if spec.lengths_known else (varlen.longest,)
         options |= dict(cu_seqlens=varlen.cu_seqlens, cu_blocks=varlen.cu_compressed, lengths=lengths)
     if spec.config.by_token:
         if q_offset is not None:
             options |= dict(q_offset=q_offset, max_seqlen_k=S if varlen is None else varlen.longest_k)
             options |= {} if varlen is None else dict(cu_seqlens_k=varlen.cu_seqlens_k)
         return token_topk(q, k_cmp, lse, **options), None
-    if varlen is not None and varlen.bounded:
+    if not spec.lengths_known:
         options["tiles"] = spec.config.num_tiles(q.shape[0]) + len(varlen.cu_tiles) - 2
     indices, counts = block_topk(q, k_cmp, **options)
     return (indices.transpose(-3, -2), None) if reads_unions(spec.config, listed=False) else (indices, counts)

@@ -14,12 +14,11 @@ from flash_attn.cute.bwd_sm90 import two_pass
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import position_options, token_options
-from nsa_layer.cute.memory_plan import rows_of_item
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.block_lists import make as list_kernels
 from nsa_layer.kernels.launch import rows_aligned
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
-from nsa_layer.kernels.union_lists.sizes import KEYS, ROWS, most_partials
+from nsa_layer.kernels.union_lists.sizes import KEYS, ROWS, longest_work_tile, most_partials
 from nsa_layer.kernels.union_lists.unions import union_lists
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, reads_unions
 
@@ -148,7 +147,7 @@ def token_block_csr(
     (Hq, Hkv), (Hs, n), block_size = heads, block_indices.shape[-2:], spec.config.block_size
     batch, rows = 1 if varlen is not None else block_indices.shape[0], Hq // Hs
     count = batch * T * Hs * n
-    cap = max(1, rows_of_item(count * rows) // rows)
+    cap = longest_work_tile(count, rows)
     static = dict(block_size=block_size, q_tile=spec.q_tile, causal=spec.causal, q_offset=q_offset)
     where, of_blocks = dict(keys=S), None
     if varlen is not None:

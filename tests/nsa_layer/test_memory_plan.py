@@ -18,7 +18,8 @@ from nsa_tools.testing.cases import Case, make_inputs, run
 
 CPU = torch.device("cpu")
 TILES, TOKENS = NSAConfig(q_tile=128), NSAConfig()
-SIZES = Sizes(tokens=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, config=TILES, list_width=16)
+COUNTS = dict(tokens=1 << 16, keys=1 << 16, longest=1 << 16, list_width=16, rows=4)
+SIZES = Sizes(**COUNTS, Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, config=TILES)
 
 
 def peak(sizes: Sizes, policy: MemoryPolicy) -> int:

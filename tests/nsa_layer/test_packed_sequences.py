@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
 from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.checks import check_inputs
-from nsa_layer.cute import host_constants, varlen
+from nsa_layer.cute import host_constants
 from nsa_layer.cute.host_constants import HostCopy, starts_on
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.rope import RotaryEmbedding
@@ -64,7 +64,7 @@ def test_starts_of_everything(config: NSAConfig) -> None:
             assert torch.equal(x, y) and x.dtype == y.dtype == torch.int32, name
         elif name.startswith("total"):
             assert y <= x <= y + len(SHORT) + total // config.stride, name
-    assert gpu[-4:-1] == host[-4:-1] and gpu.bounded and not host.bounded
+    assert gpu[-3:] == host[-3:]
     for each in (gpu, *(starts_by_host(SHORT[-n:], "cpu", config) for n in range(1, 6))):
         cu = [x for name, x in each._asdict().items() if name.startswith("cu_") and x is not None]
         assert all(x.data_ptr() % 16 == 0 and x.is_contiguous() for x in cu)
@@ -197,7 +197,7 @@ def test_forgotten_copies_outlive_what_reads_them(kept: bool, monkeypatch: pytes
     with torch.cuda.stream(side):
         torch.cuda._sleep(1 << 30)
         read = make().cu_seqlens.clone()
-    varlen._starts.cache_clear()
+    host_constants._copied.cache_clear()
     for _ in range(10_000):  # until the allocator's other free blocks of the size are used up
         others.append(torch.full((3, 4), -1, dtype=torch.int32, device="cuda"))
         if others[-1].data_ptr() == place:

@@ -8,6 +8,7 @@ ROWS = 128  # (token, head) pairs of a tile
 KEYS = 64  # of an entry
 MOST_WORDS = 4  # of bits beside an entry that attention's kernels read
 CHUNKS = 64  # of a sequence's tokens, in which pairs are counted, at most
+WORK_TILES = 1024  # of the dk, dv pass, to four times as many, and one for each key block with few pairs
 
 
 def tokens_of_tile(G: int) -> int:
@@ -21,12 +22,21 @@ def words_of_entry(G: int, block_size: int = KEYS) -> int:
     return {1: 1, 2: 2}.get(-(-tokens_of_tile(G) // 32), 4) * max(1, KEYS // block_size)
 
 
-def union_room(G: int, n: int, block_size: int, S: int, q_tile: int = 1) -> int:
+def union_capacity(G: int, n: int, block_size: int, S: int, q_tile: int = 1) -> int:
     """Entries at most of the union of a tile of rows, in a sequence of S keys; q_tile tokens share a list of n."""
     lists = (tokens_of_tile(G) - 1 + q_tile - 1) // q_tile + 1
     return min(lists * n * max(1, block_size // KEYS), -(-S // KEYS))
 
 
-def most_partials(pairs: int, cap: int) -> int:
-    """Room for partials, numbers in `Pairs.items`: only rows of more than `cap` tokens have some."""
-    return 2 * pairs // cap
+def longest_work_tile(pairs: int, rows: int) -> int:
+    """The most pairs of a token and a listed block in a work tile of the dk, dv pass; a pair has `rows` rows.
+
+    In proportion to all pairs, so that no CTA waits for a long one, and partial sums do not grow with the call. A power
+    of four in rows, so that few kernels are compiled.
+    """
+    return max(1, 4 ** min(10, max(6, ((pairs * rows // WORK_TILES).bit_length() - 1) // 2)) // rows)
+
+
+def most_partials(pairs: int, longest: int) -> int:
+    """Capacity for partial sums, which only key blocks of more than `longest` pairs have, see `Pairs.items`."""
+    return 2 * pairs // longest

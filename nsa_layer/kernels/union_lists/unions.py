@@ -17,7 +17,7 @@ from cutlass import Int32, Uint32, const_expr
 from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.utils import warp_prefix_sum
 from nsa_layer.kernels.launch import launch
-from nsa_layer.kernels.union_lists.sizes import KEYS, MOST_WORDS, ROWS, tokens_of_tile, union_room, words_of_entry
+from nsa_layer.kernels.union_lists.sizes import KEYS, MOST_WORDS, ROWS, tokens_of_tile, union_capacity, words_of_entry
 
 PER_THREAD = 8  # entries of lists, while 1,024 threads are enough for them
 MOST_ROOM = 512  # entries of a union that are made at a time
@@ -30,7 +30,7 @@ class Unions(NamedTuple):
     Attributes:
         counts: int32 [B, Hs, M].
         blocks: int32 [B, Hs, M, R], ascending, of 64 keys: a listed block of 128 is two of them. R is the most that a
-            tile may have, `union_room`; behind the count nothing is
+            tile may have, `union_capacity`; behind the count nothing is
             written.
         bits: int32 [B, Hs, M, R, W]: bit ``j % 32`` of word ``j // 32`` says that token ``128 * tile // G + j`` lists
             the block. W is 1 for up to 32 tokens, else 2 or 4. Of listed blocks of 32 or 16 keys an entry holds two or
@@ -223,7 +223,7 @@ def union_lists(
     need = -(-keys // (32 * unit))
     if need > BITMAP_WORDS[-1]:
         raise ValueError(f"a sequence may have {32 * BITMAP_WORDS[-1]} blocks of {unit}, got {keys} tokens")
-    R = union_room(G, n, block_size, keys, q_tile)
+    R = union_capacity(G, n, block_size, keys, q_tile)
     counts = lists.new_empty(B, H, M)
     blocks, bits = lists.new_empty(B, H, M, R), lists.new_empty(B, H, M, R, words_of_entry(G, block_size))
     if counts.numel():
