@@ -20,7 +20,7 @@ from nsa_layer.checks import (
     require_config,
 )
 from nsa_layer.config import WIDEST_TILE
-from nsa_layer.context_parallel.layout import ShardLayout
+from nsa_layer.context_parallel.layout import ShardLayout, resized
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 from nsa_layer.operators.registration import dispatcher_sees
 
@@ -142,12 +142,12 @@ def check_shard(
             raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
         if name in WEIGHTS:
             return x.to("meta")
-        layout, dim = layouts[KINDS[name]], 0 if packed else 1
+        layout = layouts[KINDS[name]]
         expected = layout.local(cp.rank)
-        if x.shape[dim] != expected:
+        if x.shape[not packed] != expected:
             lead = (expected,) if packed else (q.shape[0], expected)
             raise ValueError(f"{name} must have this rank's {KINDS[name]}, {lead}, first, got shape {tuple(x.shape)}")
-        return _resized(x, layout.total, dim)
+        return resized(x, layout.total)
 
     stand_ins = {name: whole(name, getattr(tensors, name)) for name in (*WEIGHTS, *KINDS)}
     return check_inputs(tensors._replace(**stand_ins, cu_seqlens=starts), **options), layouts
@@ -195,7 +195,7 @@ def check_list_shard(
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:
     """Lengths of the sequences that the ranks' tokens, such as x [n, ...], are of; TypeError or ValueError."""
     check_starts(cu_seqlens)
-    return check_lengths(cu_seqlens.cpu(), _resized(x, len(x) * cp.size), "cu_seqlens", f"the {cp.size} ranks")
+    return check_lengths(cu_seqlens.cpu(), resized(x, x.shape[-3] * cp.size), "cu_seqlens", f"the {cp.size} ranks")
 
 
 def token_layout(local: int, cp: ContextParallel) -> ShardLayout:
@@ -203,11 +203,6 @@ def token_layout(local: int, cp: ContextParallel) -> ShardLayout:
     if local % len(cp.chunks):
         raise ValueError(f"q must have an even number of tokens on a rank, for load_balance='zigzag', got {local}")
     return ShardLayout.of_tokens(cp, local)
-
-
-def _resized(x: Tensor, length: int, dim: int = 0) -> Tensor:
-    """A tensor without memory like x, but for one dimension."""
-    return torch.empty((*x.shape[:dim], length, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")
 
 
 def _describe(value: object, *, ragged: bool) -> str:

@@ -5,8 +5,7 @@ Graphs have all of a call in the operators ``gather`` and ``gather_backward``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,14 +22,15 @@ from nsa_layer.call_spec import (
     Saved,
     require_choice_by_token,
 )
-from nsa_layer.checks import check_lengths
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import NSAConfig
-from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW, GatherCall, GatherLoop
+from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW, GatherLoop
+from nsa_layer.context_parallel.layout import resized
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.transport import CP, ranks_of, static_of
+from nsa_layer.context_parallel.transport import CP, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.operators.layer import CONFIG, NAMES, as_output, static_arguments, static_spec
+from nsa_layer.operators.layer import CONFIG, as_output, reads_output, static_arguments
 from nsa_layer.operators.registration import OPS, dispatcher_sees, refuse_derivatives, register
 from nsa_layer.saved import with_capacity
 
@@ -66,9 +66,11 @@ def attend(
         spec: of the whole call.
 
     Raises:
-        NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut; or a graph would have to
-            know lengths.
+        NotImplementedError: the backend is the reference; queries choose by tile, or have lists of tiles that chunks
+            cut; or a graph would have to know lengths.
     """
+    if backend == "reference":
+        raise NotImplementedError("cp: mode='gather' with backend='reference'")
     in_graph, packed, config = dispatcher_sees(tensors.q), tensors.cu_seqlens is not None, spec.config
     q, lists, kept, alone = tensors.q, tensors.block_indices, (False,) * 3, spec.branches == SELECTED_ALONE
     chunk = q.shape[-3] // len(cp.chunks)
@@ -84,12 +86,13 @@ def attend(
         window = (x if own is not None else x.view_as(x) for x, own in zip(tensors.of_window, tensors[9:11]))
         tensors = tensors._replace(**dict(zip(WINDOW, window)))
     starts = None
-    if in_graph and packed:  # operators read lengths when they run, of starts that the caller does not refill
-        spec, starts = replace(spec, lengths=None), tensors.cu_seqlens.to("cpu", copy=True)
+    if packed:  # read when the call runs: a copy, since the caller may refill its own
+        starts = starts_of_lengths(spec.lengths) if spec.lengths else tensors.cu_seqlens.to("cpu", copy=True)
     tensors = tensors._replace(cu_seqlens=starts)
     if backend == "cute" and not alone:
         kept = kept_of_shard(tensors, q.shape[-3] * cp.size, memory, spec=spec, queries=q.shape[-3])
-    o, *saved = _Attend.apply(GatherCall(cp, backend, spec, kept, tensors.needs_grad), in_graph, return_aux, *tensors)
+    static = (*static_arguments(spec).values(), backend, kept, tensors.needs_grad, *static_of(cp))
+    o, *saved = _Attend.apply(static, *tensors)
     if not return_aux:
         return o, None
     width = (config.list_capacity if in_graph else config.list_width)(max(spec.lengths or (q.shape[-3] * cp.size,)))
@@ -108,19 +111,16 @@ def kept_of_shard(
     `ranks` parts of the heads; in graphs by the policy alone."""
     if dispatcher_sees(tensors.q):
         return kept_in_graphs(memory, tensors.needs_grad)
-
-    def stand_in(x: Tensor, rows: int) -> Tensor:
-        return torch.empty((*x.shape[:-3], rows, x.shape[-2] // ranks, x.shape[-1]), dtype=x.dtype, device="meta")
-
-    q, v, lists = tensors.q, stand_in(tensors.v, total), tensors.block_indices
-    lists = None if lists is None else stand_in(lists, queries)
-    whole = tensors._replace(q=stand_in(q, queries), k=stand_in(tensors.k, total), v=v, block_indices=lists)
-    return plan_memory(Sizes.of(whole, spec=spec, needs_grad=tensors.needs_grad), memory, q.device).kept
+    rows = dict(q=queries, k=total, v=total, block_indices=queries)
+    own = {name: x for name in rows if (x := getattr(tensors, name)) is not None}
+    whole = {name: resized(x, rows[name], x.shape[-2] // ranks) for name, x in own.items()}
+    sizes = Sizes.of(tensors._replace(**whole), spec=spec, needs_grad=tensors.needs_grad)
+    return plan_memory(sizes, memory, tensors.q.device).kept
 
 
 def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int, width: int = 0) -> Tensor | None:
     """A field of `Saved` of all steps' heads and the rows, which are dimension `dim`, of all `count` shards."""
-    parts = saved[1 + Saved._fields.index(name) :: FIELDS]
+    parts = saved[Saved._fields.index(name) :: FIELDS]
     if parts[0] is None or parts[0].dim() == 1:
         return None
     shards = [torch.cat(parts[i::count], -2) for i in range(count)]
@@ -128,86 +128,59 @@ def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int, wid
 
 
 class _Attend(torch.autograd.Function):
-    """The loop, in graphs by the operators."""
+    """The operators; where the dispatcher would do nothing, as functions, which save what the lengths ask for."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: GatherCall, recorded: bool, return_more: bool, *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """o, and with `return_more` the fields of each step and shard."""
-        if recorded:
-            o, *saved = OPS.gather.default(list(tensors), *_static(call))
-        else:
-            o, *saved = GatherLoop(call, CallTensors(*tensors)).forward()
-        ctx.call, ctx.recorded = call, recorded
-        ctx.save_for_backward(*tensors, *saved)
+    def forward(ctx: Any, static: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """o, and `Saved` of each step and shard."""
+        ctx.static, ctx.dispatched = static, dispatcher_sees(tensors[0])
+        run = OPS.gather.default if ctx.dispatched else partial(_run, capacity=False)
+        o, *saved = run(list(tensors), *static)
+        ctx.save_for_backward(*tensors, o if reads_output(static) else None, *saved)
         ctx.set_materialize_grads(False)
-        more = [None if x is None else x.detach() for x in saved] if return_more else []
-        ctx.mark_non_differentiable(*(x for x in more if x is not None))
-        return o, *more
+        outputs = [None if x is None else x.detach() for x in saved]
+        ctx.mark_non_differentiable(*(x for x in outputs if x is not None))
+        return o, *outputs
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
-        run = partial(_gradients, ctx.call, ctx.recorded or dispatcher_sees(do))
+        run = OPS.gather_backward.default if ctx.dispatched or dispatcher_sees(do) else _run_backward
+        run = partial(_gradients, run, ctx.static)
         if not torch.compiler.is_compiling():
             run = partial(first_derivatives, run)
         grads = run(do, *ctx.saved_tensors)
-        return None, None, None, *grads, *[None] * (len(CallTensors._fields) - len(grads))
+        return None, *grads, *[None] * (len(CallTensors._fields) - len(grads))
 
 
-def _gradients(call: GatherCall, recorded: bool, do: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-    count = len(CallTensors._fields)
-    tensors, saved = CallTensors(*saved[:count]), saved[count:]
-    if not recorded:
-        return GatherLoop(call, tensors).gradients(do, saved)
-    grads = OPS.gather_backward.default(do, list(tensors), list(saved), *_static(call))
-    return tuple(None if x is None else d for x, d in zip(tensors.differentiable, grads))
+def _gradients(
+    run: Callable[..., list[Tensor]], static: tuple[Any, ...], do: Tensor, *saved: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    tensors, saved = saved[: len(CallTensors._fields)], saved[len(CallTensors._fields) :]
+    return tuple(None if x is None else d for x, d in zip(tensors, run(do, list(tensors), list(saved), *static)))
 
 
-def _static(call: GatherCall) -> tuple[Any, ...]:
-    """Arguments of the operators that are no tensors."""
-    return *static_arguments(call.spec).values(), *static_of(call.cp), call.backend, call.kept, call.backward
-
-
-def _called(tensors: Sequence[Tensor | None], static: Sequence[Any], *, read: bool = True) -> GatherLoop:
-    """The loop of an operator's arguments, which reads lengths."""
-    tensors, (*of_spec, backend, kept, backward), lengths = CallTensors(*tensors), static, None
-    cp = ranks_of(*of_spec[len(NAMES) :])
-    if read and tensors.cu_seqlens is not None:
-        whole = tensors.q.new_empty(tensors.q.shape[0] * cp.size, 0)
-        lengths = check_lengths(tensors.cu_seqlens, whole, "cu_seqlens", "the ranks")
-        tensors = tensors._replace(cu_seqlens=None)
-    listed = tensors.block_indices is not None
-    spec = static_spec(of_spec[: len(NAMES)], listed=listed, lengths=(lengths, None))
-    return GatherLoop(GatherCall(cp, backend, spec, tuple(kept), backward), tensors)
-
-
-def _run(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:
+def _run(tensors: list[Tensor | None], *static: Any, capacity: bool = True) -> list[Tensor | None]:
     with torch.no_grad(), autocast.off(tensors[0].device), torch.cuda.device_of(tensors[0]):
-        o, *saved = _called(tensors, static).forward()
-        pairs = zip(saved, _capacity(tensors, static), strict=True)
-        saved = (None if of is None else as_output(with_capacity(x, of)) for x, of in pairs)
-        return [o, *(o.new_empty(0) if x is None else x for x in saved)]
+        o, *saved = (loop := GatherLoop(tensors, static)).forward()
+        if not capacity:
+            return [o, *saved]
+        pairs = zip(saved, loop.capacity(), strict=True)
+        return [o, *(o.new_empty(0) if of is None else as_output(with_capacity(x, of)) for x, of in pairs)]
 
 
 def _run_fake(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:
     q, _, v, *_ = tensors
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    shapes = _capacity(tensors, static)
-    return [o, *(q.new_empty(0) if of is None else q.new_empty(of[0], dtype=of[1]) for of in shapes)]
-
-
-def _capacity(tensors: Sequence[Tensor | None], static: Sequence[Any]) -> list[Any]:
-    loop = _called(tensors, static, read=False)
-    return [of for step in range(len(loop.steps)) for of in loop.capacity(step)]
+    shapes = GatherLoop(tensors, static, read=False).capacity()
+    saved = (q.new_empty(0) if of is None else q.new_empty(of[0], dtype=of[1]) for of in shapes)
+    return [q.new_empty((*q.shape[:-1], v.shape[-1])), *saved]
 
 
 def _run_backward(do: Tensor, tensors: list[Tensor | None], saved: list[Tensor | None], *static: Any) -> list[Tensor]:
-    saved = [None if x is None or x.dim() == 1 else x for x in saved]
+    o, *saved = (None if x is None or x.dim() == 1 else x for x in saved)
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
-        grads = _called(tensors, static).gradients(do, saved)
+        grads = GatherLoop(tensors, static).gradients(do, o, saved)
     return [do.new_empty(0) if d is None else d for d in grads]
 
 
@@ -215,7 +188,7 @@ def _run_backward_fake(do: Tensor, tensors: list[Tensor | None], *_: Any) -> lis
     return [do.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors[: len(DIFFERENTIABLE)]]
 
 
-STATIC = f"{CONFIG}, {CP}, str backend, bool[] kept, bool backward"
+STATIC = f"{CONFIG}, str backend, bool[] kept, bool backward, {CP}"
 refuse_derivatives(register(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake), _run)
 schema = f"gather_backward(Tensor do, Tensor?[] tensors, Tensor?[] saved, {STATIC}) -> Tensor[]"
 refuse_derivatives(register(schema, _run_backward, _run_backward_fake), _run_backward)

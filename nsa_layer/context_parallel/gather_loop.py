@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nsa_layer import support
-from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, CallSpec, CallTensors, Saved, accumulation_dtype
+from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors, Saved, accumulation_dtype
+from nsa_layer.checks import check_lengths
 from nsa_layer.context_parallel.checks import WEIGHTS
-from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, head_steps, query_shards
-from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.transport import Exchange
+from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, head_steps, query_shards, resized
+from nsa_layer.context_parallel.transport import Exchange, ranks_of
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
+from nsa_layer.operators.layer import NAMES, static_spec
 from nsa_layer.saved import exact_saved, saved_shapes
 
 Tensor = torch.Tensor
@@ -29,39 +30,36 @@ Fields = Sequence[Tensor | None]
 OVERLAP_BELOW = 1 << 22
 BLOCKS, WINDOW = ("k_cmp", "v_cmp"), ("k_win", "v_win")
 GATHERED = ("k", "v", *BLOCKS, *WINDOW)
-FIELDS = 1 + len(Saved._fields)  # that a shard's step saves: o of the selected branch alone, and `Saved`
-
-
-class GatherCall(NamedTuple):
-    """The static side of a rank's call.
-
-    Attributes:
-        spec: of the whole call.
-        kept: branches' outputs that the kernels save.
-        backward: there will be one.
-    """
-
-    cp: ContextParallel
-    backend: str
-    spec: CallSpec
-    kept: tuple[bool, ...]
-    backward: bool
+FIELDS = len(Saved._fields)
 
 
 class GatherLoop:
     """A rank's call: steps of some key/value heads, and in each of them the rank's shards."""
 
-    def __init__(self, call: GatherCall, tensors: CallTensors) -> None:
-        """tensors: this rank's; ``k_win`` and ``v_win`` both or none."""
-        self.call, self.spec, self.tensors, (q, k) = call, call.spec, tensors, tensors[:2]
-        cp, config, self.packed = call.cp, call.spec.config, q.dim() == 3
+    def __init__(self, tensors: Fields, static: Sequence[Any], *, read: bool = True) -> None:
+        """
+        Args:
+            tensors: the fields of this rank's `CallTensors`; ``k_win`` and ``v_win`` both or none.
+            static: `static_arguments` of the whole call, the backend, the branches' outputs that the kernels save,
+                True if there will be a backward, and `static_of` the ranks.
+            read: the lengths of packed sequences.
+        """
+        self.tensors, count, lengths = CallTensors(*tensors), len(NAMES), None
+        self.backend, self.kept, self.backward, *ranks = static[count:]
+        self.cp, (q, k), starts = ranks_of(*ranks), tensors[:2], self.tensors.cu_seqlens
+        if starts is not None:
+            whole = q.new_empty(q.shape[0] * self.cp.size, 0)
+            lengths = check_lengths(starts, whole, "cu_seqlens", "the ranks", read=read)
+        listed = self.tensors.block_indices is not None
+        self.spec = spec = static_spec(static[:count], listed=listed, lengths=(lengths, None))
+        cp, config, self.packed = self.cp, spec.config, q.dim() == 3
         self.tokens = ShardLayout.of_tokens(cp, q.shape[-3])
-        lengths, chunk = call.spec.lengths or (self.tokens.total,), self.tokens.counts[0]
+        lengths, chunk = lengths or (self.tokens.total,), self.tokens.counts[0]
         self.layouts = dict.fromkeys(GATHERED, self.tokens)
-        if tensors.k_cmp is not None or tensors.v_cmp is not None:
+        if self.tensors.k_cmp is not None or self.tensors.v_cmp is not None:
             self.layouts |= dict.fromkeys(BLOCKS, ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride))
         # No query attends to keys behind it, unless lists name them or blocks are seen before they end.
-        cut = call.spec.causal and not call.spec.listed and config.offset >= config.span - 1
+        cut = spec.causal and not spec.listed and config.offset >= config.span - 1
         shards = query_shards(cp, q.shape[-3], lengths, cut=cut)
         self.shards: Sequence[QueryShard] = shards[cp.rank]
         # The same on every rank, unlike the groups of a memory plan.
@@ -71,7 +69,7 @@ class GatherLoop:
         self.ranges = {
             name: [[self._rows(name, shard) for shard in of_rank] for of_rank in shards]
             for name in GATHERED
-            if getattr(tensors, name) is not None
+            if getattr(self.tensors, name) is not None
         }
 
     def _rows(self, name: str, shard: QueryShard) -> slice:
@@ -83,7 +81,7 @@ class GatherLoop:
         return slice(shard.keys.start + rows.start, shard.keys.start + rows.stop)
 
     def forward(self) -> tuple[Tensor | None, ...]:
-        """o, and `FIELDS` of each step and shard."""
+        """o, and the fields of `Saved` of each step and shard."""
         (q, _, v), saved = self.tensors[:3], []
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for step, keys in self._exchanged():
@@ -93,8 +91,12 @@ class GatherLoop:
             del keys, inputs
         return o, *saved
 
-    def gradients(self, do: Tensor, saved: Fields) -> tuple[Tensor | None, ...]:
-        """Gradients of the differentiable tensors; those of weights are this rank's part."""
+    def gradients(self, do: Tensor, o: Tensor | None, saved: Fields) -> tuple[Tensor | None, ...]:
+        """Gradients of the differentiable tensors; those of weights are this rank's part.
+
+        Args:
+            o: of the selected branch alone on the kernels; else None.
+        """
         grads, exactly = {}, accumulation_dtype(do.dtype)
         for name, x in zip(DIFFERENTIABLE, self.tensors):
             if x is not None:
@@ -104,7 +106,8 @@ class GatherLoop:
             for i, shard in reversed([*enumerate(self.shards)]):
                 inputs, of_rank = self._inputs(step, i, keys)
                 at, of_q = (step * len(self.shards) + i) * FIELDS, of_rank["q"]
-                ds = self._attend_backward(inputs, shard, do[of_q], saved[at : at + FIELDS], grads["q"][of_q])
+                of_o, dq = None if o is None else o[of_q], grads["q"][of_q]
+                ds = self._attend_backward(inputs, shard, do[of_q], of_o, saved[at : at + FIELDS], dq)
                 for name, d in zip(DIFFERENTIABLE[1:], ds[1:]):
                     if name in keys:
                         d_keys[step][name].insert(0, d)
@@ -115,23 +118,15 @@ class GatherLoop:
             del keys, inputs
         return tuple(None if x is None else grads[name].to(x.dtype) for name, x in zip(DIFFERENTIABLE, self.tensors))
 
-    def capacity(self, step: int) -> list[tuple[Any, torch.dtype] | None]:
-        """(shape, dtype) of the fields of a step's shards, whatever the lengths of packed sequences are."""
-        (first, end), tensors, tokens = self.steps[step], self.tensors, self.tokens
-
-        def resized(x: Tensor, rows: int, heads: int) -> Tensor:
-            return x.new_empty((*x.shape[:-3], rows, heads, x.shape[-1]), device="meta")
-
-        q = resized(tensors.q, tokens.counts[0], (end - first) * self.G)
-        k, v = (resized(x, tokens.total, end - first) for x in tensors[1:3])
-        static = dict(spec=replace(self.spec, lengths=None), kept=self.call.kept, backend=self.call.backend)
-        saved = saved_shapes(tensors._replace(q=q, k=k, v=v), **static)
-        o = ((*q.shape[:-1], v.shape[-1]), q.dtype) if self._saves_output else None
-        return [o, *saved] * len(self.shards)
-
-    @property
-    def _saves_output(self) -> bool:
-        return self.call.backend == "cute" and self.spec.branches == SELECTED_ALONE
+    def capacity(self) -> list[tuple[Any, torch.dtype] | None]:
+        """(shape, dtype) of what each step and shard saves, whatever the lengths of packed sequences are."""
+        shapes, static = [], dict(spec=replace(self.spec, lengths=None), kept=self.kept, backend=self.backend)
+        for first, end in self.steps:
+            rows = dict(q=self.tokens.counts[0]) | dict.fromkeys("kv", self.tokens.total)
+            heads = dict(q=(end - first) * self.G) | dict.fromkeys("kv", end - first)
+            of_step = {name: resized(getattr(self.tensors, name), rows[name], heads[name]) for name in rows}
+            shapes += [*saved_shapes(self.tensors._replace(**of_step), **static)] * len(self.shards)
+        return shapes
 
     def _exchanged(
         self, d_keys: Sequence[dict[str, list[Tensor]]] = (), grads: dict[str, Tensor] | None = None
@@ -141,10 +136,10 @@ class GatherLoop:
         A step's exchange also sends `d_keys` of the step before, each shard's gradients of these tensors, and writes
         their sums to `grads`; of the one before that where exchanges run beside attention.
         """
-        if self.call.backend == "cute":  # not of fake tensors, which are not exchanged
+        if self.backend == "cute":  # not of fake tensors, which are not exchanged
             from nsa_layer.kernels.launch import aligned_rows
 
-            self.tensors = self.tensors.map(aligned_rows)
+            self.tensors = self.tensors.map(aligned_rows, DIFFERENTIABLE)
         behind = 1 + self.ahead
         count, exchanges = len(self.steps) + (behind if d_keys else 0), deque()
         for step in range(count):
@@ -160,13 +155,13 @@ class GatherLoop:
         self, step: int, d_keys: dict[str, list[Tensor]], grads: dict[str, Tensor] | None
     ) -> tuple[Exchange, dict[str, list[Tensor]]]:
         """Start to gather a step's tensors, if there is such a step, and to sum those of `d_keys`."""
-        exchange, keys = Exchange(self.call.cp, kernels=self.call.backend == "cute"), {}
+        exchange, keys = Exchange(self.cp, kernels=self.backend == "cute"), {}
 
         def heads(x: Tensor, step: int) -> Tensor:
             return self._batch(x)[:, :, slice(*self.steps[step])]
 
         for name, ranges in self.ranges.items() if step < len(self.steps) else ():
-            x, layout, rows = heads(getattr(self.tensors, name), step), self.layouts[name], ranges[self.call.cp.rank]
+            x, layout, rows = heads(getattr(self.tensors, name), step), self.layouts[name], ranges[self.cp.rank]
             if name in WINDOW:
                 keys[name] = exchange.gather(x, layout, ranges)
             else:
@@ -209,37 +204,37 @@ class GatherLoop:
         inputs = inputs._replace(q_offset=numbers_on((offsets,), inputs.q.device)[0])
         if own:
             spec = replace(spec, window=shard.window(self.spec)[1])
-        elif spec.config.window_size and self.call.backend == "cute":
+        elif spec.config.window_size and self.backend == "cute":
             rows, window = shard.window(self.spec, tile=TILE)
             spec = replace(spec, window=window)
             inputs = inputs._replace(k_win=inputs.k[..., rows, :, :], v_win=inputs.v[..., rows, :, :])
         return inputs, spec, rows
 
-    def _attend(self, inputs: CallTensors, shard: QueryShard, o: Tensor) -> list[Tensor | None]:
-        """Write the output of a shard's step to o; its fields."""
+    def _attend(self, inputs: CallTensors, shard: QueryShard, o: Tensor) -> Saved:
+        """Write the output of a shard's step to o."""
         inputs, spec, _ = self._shard_call(inputs, shard)
         more = {}
-        if self.call.backend == "cute":
-            more = dict(plan=self._plan(inputs), backward=self.call.backward, o=o)
-        output, saved = support.pages(self.call.backend).forward(inputs, spec=spec, **more)
+        if self.backend == "cute":
+            more = dict(plan=self._plan(inputs), backward=self.backward, o=o)
+        output, saved = support.pages(self.backend).forward(inputs, spec=spec, **more)
         if output is not o:
             o.copy_(output)
-        return [output if self._saves_output else None, *saved]
+        return saved
 
     def _attend_backward(
-        self, inputs: CallTensors, shard: QueryShard, do: Tensor, fields: Fields, dq: Tensor
+        self, inputs: CallTensors, shard: QueryShard, do: Tensor, o: Tensor | None, saved: Fields, dq: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Gradients of a shard's differentiable tensors; q's is written to dq."""
-        (inputs, spec, rows), (o, *saved) = self._shard_call(inputs, shard), fields
-        saved = exact_saved(saved, inputs, spec=spec, kept=self.call.kept, backend=self.call.backend)
+        inputs, spec, rows = self._shard_call(inputs, shard)
+        saved = exact_saved(saved, inputs, spec=spec, kept=self.kept, backend=self.backend)
         more = {}
-        if self.call.backend == "cute":
+        if self.backend == "cute":
             more = dict(plan=self._plan(inputs), o=o, dq=dq, window=rows)
-        grads = support.pages(self.call.backend).backward(inputs, saved, do, spec=spec, **more)
+        grads = support.pages(self.backend).backward(inputs, saved, do, spec=spec, **more)
         if grads[0] is not dq:
             dq.copy_(grads[0])
         return grads
 
     def _plan(self, inputs: CallTensors) -> MemoryPlan:
         """All heads of a step at once."""
-        return MemoryPlan(((0, inputs.k.shape[-2]),), self.call.kept)
+        return MemoryPlan(((0, inputs.k.shape[-2]),), self.kept)

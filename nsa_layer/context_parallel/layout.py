@@ -235,3 +235,8 @@ def head_steps(heads: int, tokens: int) -> tuple[tuple[int, int], ...]:
     inner = split_heads(max(0, heads - 2), max(1, min(STEP_TOKENS // tokens, -(-heads // 2))))
     last = ((heads - 1, heads),) if heads > 1 else ()
     return ((0, 1), *((first + 1, end + 1) for first, end in inner), *last)
+
+
+def resized(x: Tensor, rows: int, heads: int | None = None) -> Tensor:
+    """A tensor without memory like x [..., n, H, D], with this many rows, and heads."""
+    return x.new_empty((*x.shape[:-3], rows, heads or x.shape[-2], x.shape[-1]), device="meta")

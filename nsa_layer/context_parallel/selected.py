@@ -45,8 +45,6 @@ def attend(
         function = partial(selected_attention, **static, **options, return_lse=return_lse)
         layouts = {TOKENS: token_layout(q.shape[-3], cp), TILES: lists}
         return heads.attend(function, cp, tensors, layouts, (TOKENS,) * (1 + return_lse))
-    if name == "reference":
-        raise NotImplementedError("cp: mode='gather' with backend='reference'")
     deterministic = options["deterministic"]
     config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
     lengths = None if cu_seqlens is None or torch.compiler.is_compiling() else whole_lengths(cu_seqlens, q, cp)

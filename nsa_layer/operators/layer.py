@@ -98,8 +98,7 @@ class Attend(derivatives.ReverseMode):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
         run, *args = inputs
         tensors, ctx.static = CallTensors(*args[: len(OF_LAYER)]), args[len(OF_LAYER) :]
-        ctx.dispatched, alone = run is not _without_capacity, ctx.static[len(NAMES) - 1] == " ".join(SELECTED_ALONE)
-        o = output[0] if alone and ctx.static[len(NAMES)] == "cute" else None
+        ctx.dispatched, o = run is not _without_capacity, output[0] if reads_output(ctx.static) else None
         ctx.save_for_backward(*tensors[:COUNT], tensors.block_indices, tensors.q_offset, o, *output[1:])
         ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None))
         ctx.set_materialize_grads(False)
@@ -127,6 +126,15 @@ def static_arguments(spec: CallSpec) -> dict[str, Any]:
     sizes = dict(compress_size=spec.config.span, compress_stride=spec.config.stride, compress_offset=spec.config.offset)
     more = dict(causal=spec.causal, softmax_scale=spec.softmax_scale, branches=" ".join(spec.branches))
     return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-3]} | more
+
+
+def reads_output(static: Sequence[Any]) -> bool:
+    """True if backward reads o: that of the selected branch alone on the kernels.
+
+    Args:
+        static: `static_arguments`, and the backend.
+    """
+    return tuple(static[len(NAMES) - 1 : len(NAMES) + 1]) == (" ".join(SELECTED_ALONE), "cute")
 
 
 def static_spec(static: Iterable[Any], *, listed: bool, lengths: Lengths = (None, None)) -> CallSpec:

@@ -33,6 +33,7 @@ from nsa_layer.rope import RotaryEmbedding
         ({-1: dict(cu_seqlens=torch.tensor([0, 32], dtype=torch.int32))}, ValueError, "q must have shape"),
         ({-1: dict(cp="ranks")}, TypeError, "cp must be a ContextParallel"),
         ({-1: dict(config=SMALL.replace(q_tile=4), cp=dict(mode="gather"))}, NotImplementedError, "q_tile=4"),
+        ({-1: dict(backend="reference", cp=dict(mode="gather"))}, NotImplementedError, "backend='reference'"),
         ({1: dict(k_cmp=torch.rand(1, 3, 2, 8)), 0: dict(k_cmp=torch.rand(1, 2, 2, 8))}, ValueError, "k_cmp must"),
     ],
 )

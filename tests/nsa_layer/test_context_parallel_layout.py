@@ -21,6 +21,7 @@ from nsa_layer.context_parallel.spec import rank_chunks
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
 from nsa_layer.cute.varlen import Varlen
+from nsa_layer.operators.layer import static_arguments
 
 
 @pytest.mark.parametrize("tile", [1, 16])
@@ -75,9 +76,10 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
         q, k = (torch.zeros(1, T, heads, 64, dtype=torch.bfloat16) for T, heads in ((150, 4), (300, 2)))
         cp = SimpleNamespace(chunks=(1,), num_chunks=2, size=2, rank=1, load_balance=None)
         spec, own = CallSpec(SMALL, True, 1.0), CallTensors(q, k[:, :150], k[:, :150])
-        loop = gather_loop.GatherLoop(gather_loop.GatherCall(cp, "cute", spec, (True,) * 3, True), own)
+        monkeypatch.setattr(gather_loop, "ranks_of", lambda: cp)
+        loop = gather_loop.GatherLoop(own, (*static_arguments(spec).values(), "cute", (True,) * 3, True))
         (shard,), given = loop.shards, CallTensors(q, k, k)
-        grads = loop._attend_backward(given, shard, q, [None, *Saved()], torch.empty_like(q))
+        grads = loop._attend_backward(given, shard, q, None, Saved(), torch.empty_like(q))
         _, dk, dv, *_, dk_win, dv_win = grads
         ((given, _, *grads, adds),) = called
     assert (dk_win, dv_win) == (None, None) and adds
