@@ -15,7 +15,6 @@ from nsa_layer.call_spec import Aux, CallSpec, CallTensors, Saved, require_choic
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.eager import pages as plain
-from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 Attend = Callable[..., tuple[Tensor, Aux]]
@@ -86,10 +85,7 @@ def attend(tensors: CallTensors, *, spec: CallSpec, backend: str) -> tuple[Tenso
     if backend == "cute" and tensors.q_offset is not None and tensors.block_indices is None:
         require_choice_by_token(spec.config)
     o, *saved = _Attend.apply(backend, spec, *tensors._replace(cu_seqlens=None))
-    saved = Saved(*saved)
-    if backend == "cute" and tensors.block_indices is None and not reads_unions(spec.config, listed=spec.listed):
-        saved = saved._replace(block_indices=saved.block_indices.transpose(-3, -2))
-    return o, saved.aux(tensors)
+    return o, Saved(*saved).aux(tensors)
 
 
 def _plan(tensors: CallTensors) -> MemoryPlan:

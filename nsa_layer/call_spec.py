@@ -192,8 +192,8 @@ class Saved(NamedTuple):
     """Tensors that forward leaves to backward, of all heads or of a group; None where there is nothing.
 
     Attributes:
-        block_indices, block_counts: the selection, int32 [B, M, Hs, n] and None; where the kernels read lists of key
-            tiles [B, Hkv, M, n] and [B, Hkv, M]; packed without B.
+        block_indices, block_counts: the selection, int32 [B, M, Hs, n] and, where the kernels read lists of key tiles,
+            [B, Hkv, M]; packed without B.
         k_cmp, v_cmp: compressed keys and values as attention takes them; None where the caller gave them.
         k_mean, v_mean: the means of their blocks in fp32 where these are projected.
         o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.

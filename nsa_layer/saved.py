@@ -29,13 +29,12 @@ def saved_shapes(
     found = dict(lse_cmp=lse, lse_slc=lse, lse_swa=lse if config.window_size else None)
     if tensors.gate != "none":
         found["g"] = ((*q.shape[:-1], 3), exactly)
-    by_key_tile = backend == "cute" and not reads_unions(config, listed=spec.listed)
-    if tensors.block_indices is None and by_key_tile:
-        found |= dict(block_indices=((*lead, Hkv, tiles, n), whole), block_counts=((*lead, Hkv, tiles), whole))
-    elif tensors.block_indices is None:
+    if tensors.block_indices is None:
         found["block_indices"] = ((*lead, tiles, q.shape[-2] if config.rule == "seed" else Hkv, n), whole)
     if backend != "cute":
         return Saved(**found)
+    if not reads_unions(config, listed=spec.listed):
+        found["block_counts"] = ((*lead, Hkv, tiles), whole)
     for name, size in (("k", D), ("v", Dv)):
         if getattr(tensors, f"{name}_cmp") is None:
             found[f"{name}_cmp"] = ((*lead, blocks, Hkv, size), q.dtype)

@@ -74,7 +74,7 @@ def backward(
         rest = []
         for group in plan.groups:
             part, query = head_group(tensors, *group), query_heads(*tensors[:2], *group)
-            of_group = saved_of_group(saved, spec, group, tensors.k)
+            of_group = saved_of_group(saved, group, tensors.k.shape[-2])
             if part.block_indices is not None:
                 of_group = of_group._replace(block_indices=part.block_indices)
             into = narrow(dq, -2, query), *(narrow(x, -2, group) for x in of_keys)

@@ -17,10 +17,10 @@ from flash_attn.cute.runtime import repeated_calls
 from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.head_groups import (
-    JoinedHeads,
     as_kernels_read,
     first_positions,
     head_group,
+    join_saved,
     narrow,
     query_heads,
     signature_of,
@@ -91,7 +91,7 @@ def forward(
             o, lse = forward_selected(tensors, varlen, spec)
             return o, Saved(lse_slc=lse)
         o = new_outputs(*tensors[:3:2])[0] if o is None else o
-        whole = JoinedHeads(spec, tensors.k.shape[-2])
+        saved, Hkv = Saved(), tensors.k.shape[-2]
         for group in plan.groups:
             part = head_group(tensors, *group)
             (q, k, v), block_indices = part[:3], part.block_indices
@@ -128,8 +128,9 @@ def forward(
             selection = (indices, counts) if block_indices is None else (None, None)
             made = (x if given is None else None for x, given in ((k_cmp, part.k_cmp), (v_cmp, part.v_cmp)))
             outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), plan.kept))
-            whole.add(Saved(*selection, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g), group)
-    return o, whole.saved
+            of_group = Saved(*selection, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+            saved = join_saved(saved, of_group, group, Hkv)
+    return o, saved
 
 
 def _compressed(

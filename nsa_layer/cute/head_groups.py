@@ -11,7 +11,6 @@ from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.launch import aligned_rows
-from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
@@ -79,44 +78,29 @@ def narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None:
     return x.narrow(dim, heads[0], heads[1] - heads[0])
 
 
-def _heads_dim(field: int, spec: CallSpec) -> int:
-    """The dimension of heads in a field of `Saved`."""
-    return -3 if field == 0 and not reads_unions(spec.config, listed=spec.listed) else -2
+def join_saved(saved: Saved, part: Saved, group: tuple[int, int], heads: int) -> Saved:
+    """`saved` of all heads with the part of key/value heads (first, end) copied to it; the part if it has all heads."""
+    if group == (0, heads):
+        return part
+    for name, x in part._asdict().items():
+        if x is not None:
+            each = x.shape[-2] // (group[1] - group[0])
+            if getattr(saved, name) is None:
+                saved = saved._replace(**{name: x.new_empty(*x.shape[:-2], each * heads, x.shape[-1])})
+            getattr(saved, name).narrow(-2, each * group[0], x.shape[-2]).copy_(x)
+    return saved
 
 
-class JoinedHeads:
-    """The fields of `Saved` of all heads, written group by group; those of a single group as they are."""
-
-    def __init__(self, spec: CallSpec, heads: int) -> None:
-        self.spec, self.heads, self.saved = spec, heads, Saved()
-
-    def add(self, part: Saved, group: tuple[int, int]) -> None:
-        """Put the part of key/value heads (first, end) in its place."""
-        if group == (0, self.heads):
-            self.saved = part
-            return
-        for i, (name, x) in enumerate(zip(part._fields, part)):
-            if x is not None:
-                dim, whole = _heads_dim(i, self.spec), getattr(self.saved, name)
-                each, shape = x.shape[dim] // (group[1] - group[0]), [*x.shape]
-                if whole is None:
-                    shape[dim] = each * self.heads
-                    whole = x.new_empty(shape)
-                    self.saved = self.saved._replace(**{name: whole})
-                whole.narrow(dim, each * group[0], x.shape[dim]).copy_(x)
-
-
-def saved_of_group(saved: Saved, spec: CallSpec, group: tuple[int, int], k: Tensor) -> Saved:
-    """The part of key/value heads (first, end), contiguous."""
-    if group == (0, k.shape[-2]):
+def saved_of_group(saved: Saved, group: tuple[int, int], heads: int) -> Saved:
+    """The part of key/value heads (first, end) of all, contiguous."""
+    if group == (0, heads):
         return saved
 
-    def part(i: int, x: Tensor) -> Tensor:
-        dim = _heads_dim(i, spec)
-        each = x.shape[dim] // k.shape[-2]
-        return x.narrow(dim, group[0] * each, (group[1] - group[0]) * each).contiguous()
+    def part(x: Tensor) -> Tensor:
+        each = x.shape[-2] // heads
+        return narrow(x, -2, (group[0] * each, group[1] * each)).contiguous()
 
-    return Saved(*(x if x is None else part(i, x) for i, x in enumerate(saved)))
+    return Saved(*(x if x is None else part(x) for x in saved))
 
 
 def joined(parts: list[Tensor | None], dim: int) -> Tensor | None:

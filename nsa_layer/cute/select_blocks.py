@@ -23,7 +23,7 @@ def select_blocks(
     S: int,
     q_offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The blocks listed for each token or query tile, ascending, padded with -1; counts of those of key tiles.
+    """The blocks listed for each token or query tile, ascending, padded with -1, and their counts.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D].
@@ -34,8 +34,7 @@ def select_blocks(
         q_offset: int32 [B], packed [sequences]: position of the first query among them; None: 0, and there are T.
 
     Returns:
-        int32 [B, M, Hkv, n], packed [lists of all sequences, Hkv, n], and None; where unions are not read
-        [B, Hkv, M, n] and [B, Hkv, M], packed without B.
+        int32 [B, M, Hkv, n] and, where unions are not read, [B, Hkv, M]; packed without B.
     """
     options = dict(config=spec.config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     if varlen is not None:
@@ -49,4 +48,4 @@ def select_blocks(
     if not spec.lengths_known:
         options["tiles"] = spec.config.num_tiles(q.shape[0]) + len(varlen.cu_tiles) - 2
     indices, counts = block_topk(q, k_cmp, **options)
-    return (indices.transpose(-3, -2), None) if reads_unions(spec.config, listed=False) else (indices, counts)
+    return indices.transpose(-3, -2), None if reads_unions(spec.config, listed=False) else counts

@@ -58,11 +58,10 @@ def selected_options(
     """Options of the call of T queries that attend to the tokens of the listed blocks.
 
     Args:
-        block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n]. Where unions are read
-            [B, M, Hkv, n], packed [tiles, Hkv, n], which have no lists by key tile: `token_block_csr`.
+        block_indices: int32 [B, M, Hs, n]; packed [tiles of all sequences, Hs, n].
         T: tokens of a sequence, packed of all.
         heads: (Hq, Hkv).
-        backward: lists by key tile, not by query tile.
+        backward: lists by key tile, not by query tile; unions have none, but `token_block_csr`.
         block_counts: int32 [B, Hkv, M]; packed [Hkv, tiles of all sequences]: listed blocks; forward lists of key
             tiles need them.
         S: tokens of keys, like T; None: T.
@@ -85,6 +84,7 @@ def selected_options(
     if varlen is not None:
         T, rows = varlen.longest, varlen.total_key_blocks
         static |= dict(cu_tiles=varlen.cu_tiles, cu_rows=varlen.cu_key_blocks)
+    block_indices = block_indices.transpose(-3, -2).contiguous()  # copies what an operator gave or heads were joined to
     if backward:
         lists = list_kernels.backward_lists(block_indices, T, heads, rows=rows, **static)
     else:

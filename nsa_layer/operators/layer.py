@@ -18,7 +18,6 @@ from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
 from nsa_layer.saved import exact_saved, saved_shapes, with_capacity
-from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 Lengths = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -68,15 +67,13 @@ def attend(
             o, *saved = _without_capacity(*tensors, *static)
     if alone or not return_aux:
         return o, Saved(*saved[:-2]).lse_slc if alone else None
-    return o, _aux(Saved(*saved[:-2]), tensors, spec, backend)
+    return o, _aux(Saved(*saved[:-2]), tensors, spec)
 
 
-def _aux(saved: Saved, tensors: CallTensors, spec: CallSpec, backend: str) -> Aux:
+def _aux(saved: Saved, tensors: CallTensors, spec: CallSpec) -> Aux:
     """`Aux` of what the operator returned, lists without the capacity that a graph's have."""
     lists, config = saved.block_indices, spec.config
     if tensors.block_indices is None:
-        if backend == "cute" and not reads_unions(config, listed=spec.listed):
-            lists = lists.transpose(-3, -2)
         if not torch.compiler.is_compiling():
             rows = sum(map(config.num_tiles, spec.lengths)) if spec.lengths else lists.shape[-3]
             width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or tensors.q.shape[-3])

@@ -271,16 +271,16 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, capacity: bool, monk
     left = []
 
     with stubbed_layer():
-        from nsa_layer.cute import backward, head_groups
+        from nsa_layer.cute import backward, forward
 
-        add, backward_group = head_groups.JoinedHeads.add, backward.backward_group
+        join_saved, backward_group = forward.join_saved, backward.backward_group
 
-        def filled(self: Any, part: Any, group: tuple[int, int]) -> None:
+        def filled(saved: Any, part: Any, group: tuple[int, int], heads: int) -> Any:
             left.append(part)
             for i, x in enumerate(part):
                 if x is not None:
                     x.copy_(torch.randint(100, x.shape, generator=torch.Generator().manual_seed(13 * len(left) + i)))
-            add(self, part, group)
+            return join_saved(saved, part, group, heads)
 
         def compared(part: Any, varlen: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
             want = left.pop(0)
@@ -290,7 +290,7 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, capacity: bool, monk
                 assert x is y is None or torch.equal(x, y), name
             return backward_group(part, varlen, saved, *args, **kwargs)
 
-        monkeypatch.setattr(head_groups.JoinedHeads, "add", filled)
+        monkeypatch.setattr(forward, "join_saved", filled)
         monkeypatch.setattr(backward, "backward_group", compared)
         q, count, more = tensors[0], len(DIFFERENTIABLE), by_place(static)
         _, *saved = layer._attend(*tensors, *more, capacity=capacity)
