@@ -55,43 +55,35 @@ class Worker:
 
     def __init__(self, arch: str, pooled: bool = True) -> None:
         self.arch = arch
-        environment = os.environ | {
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment = os.environ | {
             "FLASH_ATTENTION_ARCH": arch,
             "CUTE_DSL_ARCH": f"{arch}a",
             "FLASH_ATTENTION_NUM_SMS": str(MULTIPROCESSORS[arch]),
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        self._process = _Process(environment | (pool() if pooled else {}))
+        self._environment |= pool() if pooled else {}
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a module-level function of a test file, with kernels compiled to machine code.
 
         What looks at the tracing of kernels asks `trace`: a kernel out of the pool is not traced.
         """
-        return self._process.ask(function, args)
+        return self._ask(function, args, options, traced=False)
 
-    def trace(self, function: Callable[..., Any], *args: Any) -> Any:
+    def trace(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The same for what only looks at how kernels are built: they end as IR, in a sixth of the time.
 
         Every kernel that the function asks for is traced, also those of requests before.
         """
-        return self._process.ask(function, args, traced=True)
+        return self._ask(function, args, options, traced=True)
 
-    def close(self) -> None:
-        self._process.close()
-
-
-class _Process:
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._environment = environment
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, function: Callable[..., Any], args: tuple[Any, ...], traced: bool = False) -> Any:
+    def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], traced: bool) -> Any:
         if self._process is None:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, env=self._environment)
-        request = (function.__module__, inspect.getsourcefile(function), function.__qualname__, args, traced)
+        request = (function.__module__, inspect.getsourcefile(function), function.__qualname__, args, options, traced)
         try:
             pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
@@ -108,6 +100,14 @@ class _Process:
             self._process.stdin.close()
             self._process.wait()
             self._process = None
+
+
+@contextmanager
+def refused(said: str) -> Iterator[None]:
+    """Not supported, in a worker, in words that `said` matches."""
+    with pytest.raises(WorkerError, match=said) as caught:
+        yield
+    assert caught.value.kind == "NotImplementedError"
 
 
 def in_order(cases: list[Any], *values: Any) -> list[tuple[Any, Any]]:
@@ -149,6 +149,44 @@ def built_kernels(kind: str = "Flash", traced: bool = False) -> Iterator[list[An
     finally:
         cute.compile = original
         built[:] = [kernel for kernel in built if type(kernel).__name__.startswith(kind)]
+
+
+def kernel_fields(
+    names: str, compile_: Callable[..., Any], *args: Any, kind: str = "FlashAttentionForwardSm90", traced: bool = False
+) -> list[tuple[Any, ...]]:
+    """Fields of the kernels that a call asks to compile, of classes whose names begin so; in a worker."""
+    with built_kernels(kind, traced) as kernels:
+        compile_(*args)
+    return [tuple(getattr(kernel, name) for name in names.split()) for kernel in kernels]
+
+
+def compile_forward(case: Any, **more: Any) -> None:
+    """A case's forward on tensors without memory; in a worker."""
+    from fuzz.attention import forward, make_inputs
+
+    forward(case, make_inputs(case), **more)
+
+
+def compile_backward(case: Any, **more: Any) -> Any:
+    """A case's backward on tensors without memory, and what it returns; in a worker."""
+    from fuzz.attention import backward, make_inputs, outputs
+
+    x = make_inputs(case)
+    return backward(case, x, *outputs(case, x), **more)
+
+
+def on_cpu(program: Any, table: Any, width: tuple[int, ...], *static: Any, dtype: Any = None) -> Any:
+    """What a program of the DSL writes on the CPU for the rows of a table, -1 before, int32; in a worker."""
+    import cutlass.cute as cute
+    import torch
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        out = torch.full((len(table), *width), -1, dtype=dtype or torch.int32)
+        args = [from_dlpack(t).mark_layout_dynamic() for t in (table, out)]
+        cute.compile(program, *args, *static, options="--enable-tvm-ffi")(table, out)
+        return out
 
 
 @dataclass(frozen=True)
@@ -300,12 +338,12 @@ def _serve() -> None:
     config.fake_tensor_allow_unsafe_data_ptr_access = fork_status().kind == "stock"
     while True:
         try:
-            module, path, name, args, traced = pickle.load(sys.stdin.buffer)
+            module, path, name, args, options, traced = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
             with _only_traced() if traced else nullcontext(), FakeTensorMode():
-                answer = (True, getattr(_load(module, path), name)(*args))
+                answer = (True, getattr(_load(module, path), name)(*args, **options))
         except Exception as error:
             answer = (False, (type(error).__name__, traceback.format_exc()))
         pickle.dump(answer, answers)

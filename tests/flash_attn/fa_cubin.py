@@ -5,7 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -32,13 +32,28 @@ def cubins(launch: Callable[[], Any]) -> list[bytes]:
         return [path.read_bytes() for path in sorted(Path(dumps).rglob("*.cubin"))]
 
 
-def stacks(launch: Callable[[], Any]) -> list[list[int]]:
-    """`frames` of each of a call's kernels; in a worker."""
-    return [frames(cubin) for cubin in cubins(launch)]
+class Code(NamedTuple):
+    """Machine code of a kernel.
+
+    Attributes:
+        stack: bytes of stack of every function, which hold what did not fit its registers.
+        serialized: the compiler waits for every product by itself, for want of registers or else; None without any.
+        exponentials: after each wait that leaves products under way, how many stand before the next wait.
+    """
+
+    stack: list[int]
+    serialized: bool | None
+    exponentials: list[int]
 
 
-def frames(cubin: bytes) -> list[int]:
-    """Bytes of stack of every function, which hold what did not fit its registers: attribute 0x11."""
+def machine_code(compile_: Callable[..., Any], *args: Any, kind: str = "") -> list[Code]:
+    """The code of a call's kernels, of those whose names hold `kind`; in a worker."""
+    code = [cubin for cubin in cubins(lambda: compile_(*args)) if kind.encode() in cubin]
+    return [Code(_frames(cubin), _serialized(cubin), _exponentials_under_products(cubin)) for cubin in code]
+
+
+def _frames(cubin: bytes) -> list[int]:
+    """Attribute 0x11 of every function."""
     found = []
     for kind, _, at, end in _sections(cubin):
         while kind == INFO and at < end:
@@ -49,15 +64,12 @@ def frames(cubin: bytes) -> list[int]:
     return found
 
 
-def serialized(cubin: bytes) -> bool:
-    """True if the compiler waits for every product by itself, for want of registers or else."""
+def _serialized(cubin: bytes) -> bool | None:
     found = Counter(kind for kind, _, _ in _instructions(cubin))
-    assert found["product"], "no product among the instructions"
-    return found["order"] >= found["product"]
+    return found["order"] >= found["product"] if found["product"] else None
 
 
-def exponentials_under_products(cubin: bytes) -> list[int]:
-    """After each wait that leaves products under way: how many exponentials stand before the next wait."""
+def _exponentials_under_products(cubin: bytes) -> list[int]:
     found, counts = [], False
     for kind, word, control in _instructions(cubin):
         if kind == "order" and word & WAIT:

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fa_catalogue import PACK
 
-from fuzz.attention import Inputs, Tensors, options
+from fuzz.attention import Inputs, Tensors, backward, make_inputs, options, outputs
 from fuzz.attention_lists import forward_lists
 from fuzz.case import Attention as Case
 from fuzz.oracle import reference
 
-LISTS = dict(T_q=700, T_k=700, lists="both")
-HALVES = dict(block=(128, 64), **LISTS)
-LENGTHS = ((100, 130), (0, 50), (600, 600), (1, 1), (64, 300))  # of packed queries and keys
+LISTED = dict(T_q=900, T_k=900, lists="both")
+HALVES = dict(block=(128, 64), **LISTED)
+LISTED_PACK = dict(packed=PACK, lists="both")
 
 
 def layout(case: Case, start: int = 64) -> Any:
@@ -67,6 +68,34 @@ def call(case: Case, x: Inputs, rows: tuple[torch.Tensor, torch.Tensor], lists: 
     given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
     given.pop("max_seqlen_k", None)
     backward_dq(x.q, x.k, x.v, x.do, *rows, lists, **given, **output)
+
+
+def compile_pass(case: Case, output: str, lists: Any = None) -> None:
+    """The dq pass on tensors without memory, with an output: "dq", "accum", "add", "sums", or several; in a worker."""
+    x = make_inputs(case)
+    o, lse = outputs(case, x)
+    rows = tuple(torch.empty(*layout(case).heads, layout(case).rows, device="cuda") for _ in range(2))
+    more = {"accum": dict(accum=torch.empty(layout(case).shape, device="cuda"))}
+    more |= {"add": dict(add=True), "sums": dict(out=o, lse=lse), "dq": {}}
+    written = {name: value for each in output.split(", ") for name, value in more[each].items()}
+    call(case, x, rows, lists, dq=torch.empty_like(x.q), **written)
+
+
+def without_dq(case: Case, x: Inputs, o: Any, lse: Any, **more: Any) -> tuple[torch.Tensor | None, ...]:
+    """Backward's results for the case where it leaves dq out."""
+    return backward(case, x, o, lse, without_dq=True, **more)
+
+
+def converted(case: Case, x: Inputs, layout: Any, *accums: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """dq, dk and dv that accumulators hold; None for one that is not there."""
+    from flash_attn.cute.shared_backward import convert
+
+    scale, (cu_q, cu_k) = case.D**-0.5, x.cu_seqlens or (None, None)
+    to = zip(accums, (layout.dq, layout.dk, layout.dv), (x.q, x.k, x.v), (scale, scale, 1.0), (cu_q, cu_k, cu_k))
+    return [
+        None if accum is None else convert(accum, of, torch.full_like(t, torch.nan), scale=factor, cu_seqlens=cu)
+        for accum, of, t, factor, cu in to
+    ]
 
 
 def rounded_sums(case: Case, x: Inputs, name: str = "dq") -> float:

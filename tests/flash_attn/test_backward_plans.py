@@ -7,7 +7,7 @@ import pytest
 import torch
 from fa_compile import Worker, in_order, noted
 from fa_reference import assert_alike, assert_bits_repeat, assert_call_repeats
-from test_upstream_programs import dimensions
+from test_upstream_lists import dimensions
 
 from flash_attn.cute.block_lists import packed_write_order
 from flash_attn.cute.lists.backward_plan import plan_backward

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, in_order, noted
+from fa_compile import Worker, built_kernels, compile_backward, in_order, noted
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
 from fa_reference import assert_bits_repeat, assert_case, assert_close, one_pass
 
 from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, CompressArgs, compression, refuse_unsupported
-from fuzz.attention import attend, backward, compile_case, make_inputs, outputs
+from fuzz.attention import attend, compile_case, make_inputs
 from fuzz.case import OPTIONS
 from fuzz.case import Attention as Case
 from fuzz.oracle import reference
@@ -86,9 +86,8 @@ def places_that_store_gradients(kind: Case) -> list[int]:
     counts = []
     for pair in ((1, 0), (64, 63)):
         case = replace(kind, T_k=300, compress=pair)
-        x = make_inputs(case)
         with noted(FlashAttentionBackwardSm90, "epilogue_dKV", lambda *args, **options: None) as stores:
-            backward(case, x, *outputs(case, x))
+            compile_backward(case)
         counts.append(len(stores))
     return counts
 

@@ -5,12 +5,12 @@ from itertools import product
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, in_order
+from fa_compile import Worker, in_order, kernel_fields, on_cpu
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
 from flash_attn.cute.compressed_causal.schedule import QueryShares, first_query_tile, forward_tile, query_shares
-from fuzz.attention import backward, forward, make_inputs, outputs
+from fuzz.attention import compile_case
 from fuzz.case import Attention as Case
 
 PAIRS = [(factor, offset) for factor in (1, 2, 3, 5, 16) for offset in (-40, -3, 0, 1, factor - 1, factor + 4, 31)]
@@ -33,8 +33,6 @@ def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> 
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import from_dlpack
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.block_info import BlockInfo
     from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
@@ -55,11 +53,7 @@ def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> 
             m_min, m_max = blocks.get_m_block_min_max(info, cases[i, 5])
             out[i, 4], out[i, 5] = m_min, m_max
 
-    with unset_fake_temporarily():
-        out = torch.full((len(cases), 6), -1, dtype=torch.int32)
-        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
-        cute.compile(ranges, *args, group, options="--enable-tvm-ffi")(cases, out)
-        return out
+    return on_cpu(ranges, cases, (6,), group)
 
 
 def small_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]]:
@@ -112,8 +106,6 @@ def kernel_masks(cases: torch.Tensor, kind: str, group: int) -> torch.Tensor:
     import cutlass.utils.hopper_helpers as sm90_utils
     from cutlass import Float32, Int32, Int64, Uint32, const_expr
     from cutlass.cute.nvgpu import OperandMajorMode
-    from cutlass.cute.runtime import from_dlpack
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     import flash_attn.cute.mask
     from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
@@ -182,13 +174,10 @@ def kernel_masks(cases: torch.Tensor, kind: str, group: int) -> torch.Tensor:
                     row, col = (owned[e][1], owned[e][0]) if const_expr(swapped) else owned[e]
                     out[i, row, col] = acc[e]
 
-    with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash_attn.cute.mask, "r2p_bitmask_below", bits_below)
         patch.setattr(flash_attn.cute.mask, "r2p_bitmask_above", bits_above)
-        out = torch.full((len(cases), tile_m, tile_n), torch.nan)
-        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
-        cute.compile(masks, *args, group, options="--enable-tvm-ffi")(cases, out)
-        return out
+        return on_cpu(masks, cases, (tile_m, tile_n), group, dtype=torch.float32)
 
 
 def mask_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]]:
@@ -220,39 +209,15 @@ def test_kernels_mask_these_pairs(compiler_sm90: Worker, kind: str, group: int) 
 OPTIONS = dict(causal=True, compress_factor=64, compress_offset=63)
 
 
-def limits(shares: QueryShares) -> list[tuple[int, int]]:
-    """Every share's query tiles, by definition."""
-    return [(share * shares.tiles, (share + 1) * shares.tiles) for share in range(shares.count)]
-
-
 def test_multiprocessors_get_four_shares_each() -> None:
     plans = {T: query_shares(CompressArgs(64, 63), T, T // 64, 64, 128, 32, 132) for T in (4096, 16384, 65536)}
     # One key tile, then two and eight, which 64, 256 + 128 and 8 * 1024 - 28 * 128 query tiles see, but for the first.
     assert plans == {4096: QueryShares(8, 8), 16384: QueryShares(12, 23), 65536: QueryShares(8, 128)}
 
 
-def limits_in_a_kernel(plan: tuple[int, ...]) -> list[tuple[int, int]]:
-    """QueryShares.limits of all shares, from compiled code; in a worker."""
-    import cutlass.cute as cute
-    from cutlass import Int32
-    from cutlass.cute.runtime import from_dlpack
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    @cute.jit
-    def each(shares: QueryShares, out: cute.Tensor):
-        for share in range(cute.size(out, mode=[0])):
-            out[share, 0], out[share, 1] = shares.limits(Int32(share))
-
-    with unset_fake_temporarily():
-        out, shares = torch.full((plan[0], 2), -1, dtype=torch.int32), QueryShares(*plan)
-        arg = from_dlpack(out).mark_layout_dynamic()
-        cute.compile(each, shares.traced(), arg, options="--enable-tvm-ffi")(shares, out)
-        return [tuple(row) for row in out.tolist()]
-
-
-@pytest.mark.parametrize("plan", [(1, 256), (4, 16), (8, 255)])
-def test_kernels_cut_where_the_plan_says(compiler_sm90: Worker, plan: tuple[int, ...]) -> None:
-    assert compiler_sm90.run(limits_in_a_kernel, plan) == limits(QueryShares(*plan))
+def test_shares_lie_side_by_side() -> None:
+    shares = QueryShares(count=8, tiles=255)
+    assert [shares.limits(share) for share in range(8)] == [(share * 255, (share + 1) * 255) for share in range(8)]
 
 
 def test_the_tile_is_for_calls_that_leave_room() -> None:
@@ -262,20 +227,13 @@ def test_the_tile_is_for_calls_that_leave_room() -> None:
     assert forward_tile(128, 128, 4, plain=False) is None
 
 
-def kernels(deterministic: bool) -> tuple[tuple[int, int], bool]:
-    """The forward kernel's tile, and whether backward shares queries."""
-    case = Case(D=128, B=1, T_q=4096, T_k=64, compress=(64, 63), deterministic=deterministic)
-    x = make_inputs(case)
-    with built_kernels("FlashAttentionForwardSm90") as forwards:
-        forward(case, x)
-    with built_kernels("FlashAttentionBackwardSm90", traced=True) as backwards:
-        backward(case, x, *outputs(case, x))
-    return (forwards[0].tile_m, forwards[0].tile_n), backwards[0].splits_queries
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_kernels_follow_the_plan(compiler_sm90: Worker, deterministic: bool) -> None:
-    assert compiler_sm90.trace(kernels, deterministic) == ((192, 80), True)
+    """The forward kernel's tile, and backward's shares of the queries."""
+    case = Case(D=128, B=1, T_q=4096, T_k=64, compress=(64, 63), deterministic=deterministic)
+    assert compiler_sm90.trace(kernel_fields, "tile_m tile_n", compile_case, case) == [(192, 80)]
+    kind = "FlashAttentionBackwardSm90"
+    assert compiler_sm90.trace(kernel_fields, "splits_queries", compile_case, case, kind=kind, traced=True) == [(True,)]
 
 
 @pytest.mark.gpu

@@ -2,19 +2,18 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, product
 from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, noted, only_hosts, operations_around
-from fa_cubin import cubins, frames, serialized
+from fa_compile import Worker, compile_backward, kernel_fields, noted, on_cpu, only_hosts, operations_around
+from fa_cubin import machine_code
 from fa_reference import assert_bits_repeat, assert_case
 
 from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
 from flash_attn.cute.lists.write_order import merged_lists
-from fuzz.attention import backward, compile_case, make_inputs, outputs
+from fuzz.attention import compile_case
 from fuzz.attention_lists import backward_lists, sides, tables
 from fuzz.case import Attention as Case
 from fuzz.case import Packed
@@ -29,18 +28,18 @@ CASES = [
 ]
 
 
-def kernels(case: Case) -> list[bool]:
-    """The direction of each kernel that calls with lists of either direction, twice, are compiled for."""
-    x, lists = make_inputs(case), backward_lists(case)
-    lse = torch.empty(case.B, case.Hq, case.T_q, device="cuda")
-    with built_kernels("FlashAttentionBackwardSm90") as built:
-        for spt in (False, True, False, True):
-            backward(case, x, torch.empty_like(x.q), lse, lists._replace(spt=spt))
-    return [kernel.spt for kernel in built]
+def compile_both_directions(case: Case) -> None:
+    """Calls with lists of either direction, twice."""
+    for spt in (False, True, False, True):
+        compile_backward(case, lists=backward_lists(case)._replace(spt=spt))
+
+
+BACKWARD = "FlashAttentionBackwardSm90"
 
 
 def test_a_kernel_for_each_direction(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(kernels, CASES[0]) == [False, True]
+    found = compiler_sm90.trace(kernel_fields, "spt", compile_both_directions, CASES[0], kind=BACKWARD)
+    assert found == [(False,), (True,)]
 
 
 def cpu_lists(**changes: object):
@@ -162,13 +161,18 @@ DENSE = [
 ]
 
 
+def compile_hosts(case: Case) -> None:
+    with only_hosts():
+        compile_case(case)
+
+
 def launched_from_the_right(case: Case) -> bool:
     """The order that backward tells its tile scheduler."""
     from flash_attn.cute import flash_bwd_sm90
 
     asked: list[bool] = []
-    with only_hosts(), noted(flash_bwd_sm90, "TileSchedulerArguments", lambda *args, **named: named["lpt"], asked):
-        compile_case(case)
+    with noted(flash_bwd_sm90, "TileSchedulerArguments", lambda *args, **named: named["lpt"], asked):
+        compile_hosts(case)
     (lpt,) = asked
     return lpt
 
@@ -176,17 +180,6 @@ def launched_from_the_right(case: Case) -> bool:
 @pytest.mark.parametrize("case", DENSE[:3], ids=str)
 def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case) -> None:
     assert not compiler_sm90.trace(launched_from_the_right, case)
-
-
-def adds_apart(case: Case) -> bool:
-    """True where warps of their own add dq, dk and dv; otherwise one adds dq, and the warpgroups dk and dv."""
-    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-
-    found: list[bool] = []
-    with only_hosts(), noted(FlashAttentionBackwardSm90, "_setup_attributes", lambda self: self.adds_apart, found):
-        compile_case(case)
-    (apart,) = found
-    return apart
 
 
 LISTED = Case(D=128, T_q=700, T_k=700, Hkv=4, causal=True, lists="both", deterministic=True)
@@ -197,7 +190,9 @@ PLACED = Case(D=128, T_k=1000, Hkv=4, window=(511, 0), offsets=(0, 611), determi
     ("case", "apart"), [(DENSE[0], True), (DENSE[1], True), (LISTED, False), (PLACED, False)], ids=str
 )
 def test_warps_of_their_own_add_without_lists_and_positions(compiler_sm90: Worker, case: Case, apart: bool) -> None:
-    assert compiler_sm90.trace(adds_apart, case) is apart
+    """Otherwise one adds dq, and the warpgroups dk and dv."""
+    found = compiler_sm90.trace(kernel_fields, "adds_apart", compile_hosts, case, kind=BACKWARD, traced=True)
+    assert found == [(apart,)]
 
 
 TILE_M, TILE_N = 4, 8
@@ -208,8 +203,6 @@ def ordered_reduction(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
     """rank_of of (seqlen_q, seqlen_k, factor, offset, key tile, query tile), -1 where they do not meet; in a worker."""
     import cutlass.cute as cute
     from cutlass import Int32, const_expr
-    from cutlass.cute.runtime import from_dlpack
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.block_info import BlockInfo
     from flash_attn.cute.bwd_sm90.ordered_reduction import rank_of
@@ -229,11 +222,7 @@ def ordered_reduction(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
             if begin <= m and m < end:
                 out[i] = rank_of(blocks, info, compressed, n, m)
 
-    with unset_fake_temporarily():
-        out = torch.full((len(cases),), -1, dtype=torch.int32)
-        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
-        cute.compile(all_ranks, *args, options="--enable-tvm-ffi")(cases, out)
-        return out
+    return on_cpu(all_ranks, cases, ())
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -254,17 +243,11 @@ def test_ranks_are_in_the_order_of_the_launch(compiler_sm90: Worker, compressed:
     assert added
 
 
-def code_of(case: Case) -> list[tuple[list[int], bool]]:
-    """Stack frames of the backward kernel, and whether its products are serialized; in a worker."""
-    x = make_inputs(case)
-    code = cubins(partial(backward, case, x, *outputs(case, x)))
-    return [(frames(cubin), serialized(cubin)) for cubin in code if b"FlashAttentionBackwardSm90" in cubin]
-
-
 def test_products_overlap_beside_semaphores(compiler_sm90: Worker) -> None:
     """Semaphores of dk and dv among the products would have the compiler wait for each of these: 1.25 times as long."""
     case = Case(D=128, T_q=1000, T_k=300, Hq=6, compress=(3, 2), deterministic=True)
-    assert compiler_sm90.run(code_of, case) == [([0], False)]
+    (code,) = compiler_sm90.run(machine_code, compile_backward, case, kind=BACKWARD)
+    assert code.stack == [0] and code.serialized is False
 
 
 @pytest.mark.gpu
@@ -281,9 +264,8 @@ def semaphore_calls(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
     """For each semaphore that is passed on: heads of a group, flags in use, and the branches around it."""
     from flash_attn.cute import flash_bwd_sm100
 
-    x = make_inputs(case)
     with noted(flash_bwd_sm100, "pass_semaphore", lambda *args: (*args[-2:], operations_around()[:1])) as found:
-        backward(case, x, *outputs(case, x))
+        compile_backward(case)
     return found
 
 

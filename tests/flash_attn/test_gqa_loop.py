@@ -2,20 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, in_order, only_hosts
-from fa_dq import as_rows, queries
-from fa_reference import assert_alike, assert_bits_repeat, assert_call_repeats, assert_case
-from test_two_passes import without_dq
+from fa_compile import Worker, compile_backward, in_order, kernel_fields, only_hosts
+from fa_dq import LISTED
+from fa_reference import assert_bits_repeat, assert_case
+from test_two_passes import PLANNED, WITHOUT_DQ
 
 from flash_attn.cute.bwd_sm90 import two_pass
-from fuzz.attention import backward, compile_case, forward, make_inputs, options, outputs
-from fuzz.attention_lists import backward_lists
+from fuzz.attention import backward, compile_case, forward, make_inputs
 from fuzz.case import Attention as Case
 
 # A case on one multiprocessor, and how many heads a CTA loops.
@@ -44,16 +42,15 @@ def one_multiprocessor() -> Iterator[None]:
         yield
 
 
-def compiled_heads(case: Case) -> int:
-    """The number of heads that a CTA of the backward kernel loops; in a worker."""
-    with one_multiprocessor(), built_kernels("FlashAttentionBackwardSm90") as kernels:
+def compile_alone(case: Case) -> None:
+    with one_multiprocessor():
         compile_case(case)
-    return kernels[0].heads_per_cta
 
 
 @pytest.mark.parametrize("case,heads", CASES, ids=str)
 def test_what_is_compiled(case: Case, heads: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(compiled_heads, case) == heads
+    kind = "FlashAttentionBackwardSm90"
+    assert compiler_sm90.trace(kernel_fields, "heads_per_cta", compile_alone, case, kind=kind) == [(heads,)]
 
 
 @pytest.mark.parametrize(
@@ -117,24 +114,6 @@ def test_a_part_of_the_heads_adds_to_the_same_gradients(case: Case, monkeypatch:
         assert (one - two).abs().max() <= 2**-6 * one.abs().max()
 
 
-LISTED = dict(T_q=900, T_k=900, lists="both")
-PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both")
-LISTED_CASES = [
-    Case(D=128, causal=True, **LISTED),
-    Case(D=128, mask_mod="thirds", block=(128, 64), Hq=6, list_heads=2, **LISTED),
-    Case(D=64, window=(200, 0), Hkv=1, **LISTED),
-    Case(D=64, causal=True, block=(128, 64), list_heads=2, **LISTED),
-    Case(D=96, mask_mod="keyed", **LISTED),
-    Case(D=128, T_q=300, T_k=900, lists="full"),
-    Case(D=128, causal=True, form="ragged", **PACK),
-    Case(D=64, mask_mod="thirds", form="compact", block=(128, 64), list_heads=2, **PACK),
-]
-PLANNED = [
-    Case(D=128, causal=True, plan=2, per_group=True, **LISTED),
-    Case(D=128, mask_mod="thirds", block=(128, 64), Hq=6, list_heads=2, plan=3, per_group=True, **LISTED),
-    Case(D=128, causal=True, form="ragged", Hkv=1, plan=2, per_group=True, **PACK),
-    Case(D=64, mask_mod="keyed", form="compact", plan=100, per_group=True, **PACK),
-]
 # A CTA for each head: heads with lists of their own, a plan for each head, nobody to share with.
 ALONE = [
     Case(D=128, list_heads=4, **LISTED),
@@ -144,87 +123,26 @@ ALONE = [
 ]
 
 
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def compile_groups(case: Case, deterministic: bool) -> None:
     """Calls without a plan loop groups where they can."""
-    from flash_attn.cute.bwd_sm90 import two_pass
-
-    monkeypatch.setattr(two_pass, "LOOPS_OVER_GROUP", True)
-
-
-def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
-    """The kernel's heads for a CTA, whether it stores dk and dv, and whether it adds them in order; in a worker."""
-    from flash_attn.cute.bwd_sm90 import two_pass
-
-    x = make_inputs(case)
-    o, lse = outputs(case, x)
-    built = built_kernels("FlashAttentionBackwardSm90", traced=True)
-    with pytest.MonkeyPatch.context() as patch, only_hosts(), built as kernels:
+    with pytest.MonkeyPatch.context() as patch, only_hosts():
         patch.setattr(two_pass, "LOOPS_OVER_GROUP", True)
-        without_dq(case, x, o, lse, deterministic=deterministic)
-    (kernel,) = kernels
-    return kernel.heads_per_cta, kernel.stores_dkv, kernel.adds_in_order
+        compile_backward(case, without_dq=True, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
     ("case", "deterministic"),
-    in_order([LISTED_CASES[1], LISTED_CASES[6], PLANNED[3], PLANNED[0], *ALONE], True, False),
+    in_order([WITHOUT_DQ[1], WITHOUT_DQ[10], PLANNED[3], PLANNED[0], *ALONE], True, False),
     ids=str,
 )
 def test_what_is_compiled_over_lists(case: Case, deterministic: bool, compiler_sm90: Worker) -> None:
+    """Heads of a CTA, whether it stores dk and dv, and whether it adds them in order."""
     group = case.Hq // case.Hkv
-    heads_of_cta = 1 if case in ALONE else group
-    stores = group == 1 or (case in LISTED_CASES)
-    expected = (heads_of_cta, stores, deterministic and not stores)
-    assert compiler_sm90.trace(compiled_kernel, case, deterministic) == expected
-
-
-def test_a_plan_for_groups_takes_two_passes() -> None:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.bwd_sm90.two_pass import takes
-
-    q, lists = torch.empty(1, 1, 4, 128, dtype=torch.bfloat16), BlockSparseTensorsTorch(None, None)
-    static = dict(arch=90, q=q, v=q, forward=lists, deterministic=False)
-    assert takes(None, backward=lists._replace(plan_per_group=True), **static)
-    assert not takes(None, backward=lists, **static)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("case", "deterministic"), in_order(LISTED_CASES + PLANNED, False, True), ids=str)
-def test_dk_and_dv_of_heads_one_by_one(
-    case: Case, deterministic: bool, groups: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from flash_attn.cute.bwd_sm90 import two_pass
-
-    x = make_inputs(case)
-    o, lse = forward(case, x)
-    _, *got = without_dq(case, x, o, lse, deterministic=deterministic)
-    if deterministic:
-        assert_call_repeats(lambda: without_dq(case, x, o, lse, deterministic=True)[1:], 20)
-    monkeypatch.setattr(two_pass, "LOOPS_OVER_GROUP", False)
-    _, *expected = without_dq(replace(case, plan=0, per_group=False), x, o, lse)
-    assert_alike(got, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [LISTED_CASES[0], LISTED_CASES[6]], ids=str)
-def test_groups_add_to_accumulators_of_the_caller(case: Case, groups: None) -> None:
-    from flash_attn.cute.interface import _flash_attn_bwd
-    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert, zeroed
-
-    x = make_inputs(case)
-    o, lse = forward(case, x)
-    _, *expected = without_dq(case, x, o, lse)
-    given = options(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True)
-    layout = backward_layout(x.q, x.k, x.v, **given)
-    rows = as_rows(o, x.do, lse, queries(case), layout.row_shape, layout.dq.start)
-    dk, dv = zeroed(layout.dk, layout.dv, device=x.q.device)
-    for _ in range(2):
-        _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **given, shared=SharedBackward(layout, *rows, None, dk, dv))
-    cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens[1]
-    parts = zip((dk, dv), (layout.dk, layout.dv), expected, (case.D**-0.5 / 2, 1 / 2))
-    got = [convert(accum, of, torch.empty_like(t), scale=scale, cu_seqlens=cu_seqlens) for accum, of, t, scale in parts]
-    assert_alike(got, expected)
+    stores = group == 1 or (case in WITHOUT_DQ)
+    expected = (1 if case in ALONE else group, stores, deterministic and not stores)
+    names, kind = "heads_per_cta stores_dkv adds_in_order", "FlashAttentionBackwardSm90"
+    call = (compile_groups, case, deterministic)
+    assert compiler_sm90.trace(kernel_fields, names, *call, kind=kind, traced=True) == [expected]
 
 
 def shapes(rows: int, width: int, heads: int = 8) -> Any:
@@ -255,20 +173,18 @@ def test_groups_are_looped_over_where_no_list_is_long(
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flash_attn.cute.bwd_sm90.two_pass import loops_over_group, takes
-
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
     rows, (Hq, Hkv, of_lists) = tokens // 128, heads
     q, v = (torch.empty(1, tokens, H, 128, dtype=torch.bfloat16, device="meta") for H in (Hq, Hkv))
     forward, backward = (shapes(rows, width, of_lists) for width in (forward_width, backward_width))
-    assert loops_over_group(forward, backward, q, v) is expected
+    assert two_pass.loops_over_group(forward, backward, q, v) is expected
     call = dict(arch=90, q=q, v=v, deterministic=False)
-    assert takes(None, forward=forward, backward=backward, **call) is expected  # else one pass is faster
+    assert two_pass.takes(None, forward=forward, backward=backward, **call) is expected  # else one pass is faster
     wide = forward._replace(full_block_cnt=forward.mask_block_cnt, full_block_idx=shapes(rows, 17, of_lists)[1])
-    assert not takes(None, forward=wide, backward=backward, **call)  # it has less to wait for
+    assert not two_pass.takes(None, forward=wide, backward=backward, **call)  # it has less to wait for
     planned = backward._replace(plan=torch.empty(1, 6, device="meta"))
-    assert not loops_over_group(forward, planned, q, v)
-    assert not takes(None, forward=forward, backward=planned, **call)
-    assert not loops_over_group(None, backward, q, v)
+    assert not two_pass.loops_over_group(forward, planned, q, v)
+    assert not two_pass.takes(None, forward=forward, backward=planned, **call)
+    assert not two_pass.loops_over_group(None, backward, q, v)
     ragged = backward._replace(mask_block_idx=torch.empty(1, dtype=torch.int32, device="meta"))
-    assert not loops_over_group(forward, ragged, q, v)
+    assert not two_pass.loops_over_group(forward, ragged, q, v)

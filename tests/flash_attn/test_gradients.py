@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, noted
+from fa_compile import Worker, built_kernels, compile_backward, noted, on_cpu
 from fa_compress import FIXED, at_most_seen
 from fa_reference import assert_case, one_pass
-from test_two_passes import without_dq
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
-from fuzz.attention import backward, make_inputs, outputs
+from fuzz.attention import make_inputs
 from fuzz.canary import Guarded
 from fuzz.case import Attention as Case
 
@@ -42,8 +42,6 @@ def seen(seqlen_q: int, seqlen_k: int, factor: int, offset: int) -> torch.Tensor
 def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
     """first_written_end of (seqlen_q, seqlen_k, factor, offset, key tile, end of the query tiles); in a worker."""
     import cutlass.cute as cute
-    from cutlass.cute.runtime import from_dlpack
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.block_info import BlockInfo
     from flash_attn.cute.bwd_sm90.accumulators import first_written_end
@@ -58,11 +56,7 @@ def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
             blocks = BlockInfo(tile_m, tile_n, True, compress=compress)
             out[i] = first_written_end(blocks, info, cases[i, 4], cases[i, 5])
 
-    with unset_fake_temporarily():
-        out = torch.full((len(cases),), -1, dtype=torch.int32)
-        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
-        cute.compile(ends, *args, options="--enable-tvm-ffi")(cases, out)
-        return out
+    return on_cpu(ends, cases, ())
 
 
 @pytest.mark.parametrize("share", [3, 1000])
@@ -92,8 +86,6 @@ def launched(shares: int, heads: int = HEADS, name: str = "LastKeysFirstSchedule
     """(key tile, head, batch, share) of every CTA, in the order of their launch; in a worker."""
     import cutlass.cute as cute
     from cutlass import Int32
-    from cutlass.cute.runtime import from_dlpack
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.bwd_sm90 import accumulators
     from flash_attn.cute.tile_scheduler import TileSchedulerArguments
@@ -101,8 +93,8 @@ def launched(shares: int, heads: int = HEADS, name: str = "LastKeysFirstSchedule
     Scheduler = getattr(accumulators, name)
 
     @cute.jit
-    def loop(out: cute.Tensor, num_shares: Int32):
-        counts, unread = (Int32(BLOCKS), Int32(heads), Int32(2), num_shares), (Int32(0),) * 4
+    def loop(num_shares: cute.Tensor, out: cute.Tensor):
+        counts, unread = (Int32(BLOCKS), Int32(heads), Int32(2), num_shares[0]), (Int32(0),) * 4
         args = TileSchedulerArguments(*counts, *unread, tile_shape_mn=(64, 128), is_split_kv=shares > 1)
         params = Scheduler.to_underlying_arguments(args)
         for i in range(Scheduler.get_grid_shape(params)[0]):
@@ -110,10 +102,8 @@ def launched(shares: int, heads: int = HEADS, name: str = "LastKeysFirstSchedule
             out[i, 0], out[i, 1], out[i, 2], out[i, 3] = tile[0], tile[1], tile[2], tile[3]
 
     with unset_fake_temporarily():
-        out = torch.full((BLOCKS * heads * shares * 2, 4), -1, dtype=torch.int32)
-        arg = from_dlpack(out).mark_layout_dynamic()
-        cute.compile(loop, arg, Int32(shares), options="--enable-tvm-ffi")(out, shares)
-        return [tuple(row) for row in out.tolist()]
+        ctas = torch.full((BLOCKS * heads * shares * 2,), shares, dtype=torch.int32)
+    return [tuple(row) for row in on_cpu(loop, ctas, (4,)).tolist()]
 
 
 @pytest.mark.parametrize("shares", [1, SHARES])
@@ -155,13 +145,12 @@ def kernels(deterministic: bool) -> tuple[bool, str]:
         return type(built[-1]).__name__ if built else "", isinstance(scheduler, LastKeysFirstScheduler)
 
     case = replace(FIXED, B=1, T_q=4096, T_k=64, deterministic=deterministic)
-    x = make_inputs(case)
     with (
         built_kernels("FlashAttentionBackwardSm90", traced=True) as built,
         noted(flash_bwd_sm90.SingleTileScheduler, "get_current_work", note, found),
         noted(LastKeysFirstScheduler, "get_current_work", note, found),
     ):
-        backward(case, x, *outputs(case, x))
+        compile_backward(case)
     orders = {of_last for name, of_last in found if name == "FlashAttentionBackwardSm90"}
     return built[0].writes_first, str(sorted(orders))
 
@@ -225,9 +214,6 @@ def steps(case: Case, dq: bool) -> list[str]:
     from flash_attn.cute import flash_bwd_sm90
 
     said: list[str] = []
-
-    x = make_inputs(case)
-    o, lse = outputs(case, x)
     with ExitStack() as stack:
         for owner, name, what in (
             (flash_bwd_sm90.copy_utils, "load_s2r", "read"),
@@ -236,7 +222,7 @@ def steps(case: Case, dq: bool) -> list[str]:
             (flash_bwd_sm90.pipeline.PipelineTmaAsync, "consumer_release", "free"),
         ):
             stack.enter_context(noted(owner, name, lambda *args, what=what, **options: what, said))
-        backward(case, x, o, lse) if dq else without_dq(case, x, o, lse)
+        compile_backward(case, **({} if dq else dict(without_dq=True)))
     return said
 
 

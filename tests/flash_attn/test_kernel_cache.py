@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,45 +46,45 @@ def last_line(process: subprocess.Popen[str]) -> str:
     return shown.splitlines()[-1]
 
 
-def test_another_folder_may_be_named_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path / "named"))
-    assert cache_utils.get_cache_path() == tmp_path / "named"
-    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", False)
-    assert type(cache_utils.get_jit_cache("some")) is cache_utils.JITCache
-
-
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
-    """A test of whether kernels are kept in a folder, and so loaded from it."""
+def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """A test of whether kernels are kept in a folder, and so loaded from it; if not, with a warning that says why."""
     monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
 
-    def kept(folder: Path) -> bool:
+    def kept(folder: Path, warning: str | None = None) -> bool:
         kernel_cache.can_keep.cache_clear()
         monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(folder))
-        return isinstance(cache_utils.get_jit_cache("some"), cache_utils.JITPersistentCache)
+        assert cache_utils.get_cache_path() == folder
+        with nullcontext() if warning is None else pytest.warns(RuntimeWarning, match=warning):
+            return isinstance(cache_utils.get_jit_cache("some"), cache_utils.JITPersistentCache)
 
     return kept
+
+
+def test_no_folder_may_be_named(kept: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert kept(tmp_path)
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", False)
+    assert not kept(tmp_path)
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777, 0o720, 0o2775])
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_folder_that_others_may_write_to_is_not_used(
-    kept: Callable[[Path], bool], tmp_path: Path, inner: bool, mode: int
+    kept: Callable[..., bool], tmp_path: Path, inner: bool, mode: int
 ) -> None:
     """inner: the folder within it that holds one kind of kernels is the one that others may write to."""
     folder = tmp_path / "kernels"
     assert kept(folder)
     open_folder = next(folder.glob("*/some")) if inner else folder
     open_folder.chmod(mode)
-    with pytest.warns(RuntimeWarning, match=f"others may write to {open_folder}.*`chmod go-w {open_folder}` mends it"):
-        assert not kept(folder)
+    assert not kept(folder, f"others may write to {open_folder}.*`chmod go-w {open_folder}` mends it")
     open_folder.chmod(0o755)
     assert kept(folder), "others may read"
 
 
-@pytest.mark.parametrize("of", ["another", "root", "one"])
+@pytest.mark.parametrize(("owner", "used"), [(4242, False), (0, True), (1234, True)])
 def test_another_users_folder_is_not_used(
-    kept: Callable[[Path], bool], tmp_path: Path, of: str, monkeypatch: pytest.MonkeyPatch
+    kept: Callable[..., bool], tmp_path: Path, owner: int, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root could do anything anyway: what an image has been built with may be read."""
     assert kept(tmp_path)
@@ -91,19 +92,15 @@ def test_another_users_folder_is_not_used(
 
     def foreign(path: Any, *args: Any, **options: Any) -> os.stat_result:
         found = list(own(path, *args, **options))
-        found[4] = {"another": 4242, "root": 0, "one": 1234}[of]
-        return os.stat_result(found)
+        return os.stat_result([*found[:4], owner, *found[5:]])
 
     monkeypatch.setattr(kernel_cache.os, "geteuid", lambda: 1234)
     monkeypatch.setattr(Path, "stat", foreign)
-    if of != "another":
-        assert kept(tmp_path)
-        return
-    with pytest.warns(RuntimeWarning, match=f"{tmp_path} is of user 4242, .*`chown 1234 {tmp_path}` mends it"):
-        assert not kept(tmp_path)
+    warning = None if used else f"{tmp_path} is of user 4242, .*`chown 1234 {tmp_path}` mends it"
+    assert kept(tmp_path, warning) is used
 
 
-def test_folders_above_are_not_the_worlds(kept: Callable[[Path], bool], tmp_path: Path) -> None:
+def test_folders_above_are_not_the_worlds(kept: Callable[..., bool], tmp_path: Path) -> None:
     """A sticky one, as /tmp is, may be: nobody renames there what is not theirs. A group above is the user's choice."""
     above = tmp_path / "above"
     above.mkdir()
@@ -111,40 +108,85 @@ def test_folders_above_are_not_the_worlds(kept: Callable[[Path], bool], tmp_path
         above.chmod(mode)
         assert kept(above / "kernels")
     above.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match=f"others may replace files below {above}"):
-        assert not kept(above / "kernels")
+    assert not kept(above / "kernels", f"others may replace files below {above}")
 
 
-def test_folders_are_made_for_their_user_alone(kept: Callable[[Path], bool], tmp_path: Path) -> None:
+def test_folders_are_made_for_their_user_alone(kept: Callable[..., bool], tmp_path: Path) -> None:
     """The umask changes nothing, and the folders above that are missing are made so, too."""
     before = os.umask(0)
     try:
         assert kept(tmp_path / "a" / "b" / "kernels")
     finally:
         os.umask(before)
-    made = [path for path in (tmp_path / "a").rglob("*") if path.is_dir()]
-    assert len(made) == 4 and all(path.stat().st_mode & 0o777 == 0o700 for path in [tmp_path / "a", *made])
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(made) == 5 and all(path.stat().st_mode & 0o777 == 0o700 for path in made)
 
 
-def test_it_is_said_once(kept: Callable[[Path], bool], tmp_path: Path) -> None:
+NOT_KEPT = "compiled kernels are not kept"
+
+
+def test_it_is_said_once(kept: Callable[..., bool], tmp_path: Path) -> None:
     """One warning serves the caches of all kinds of kernels."""
     tmp_path.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept") as said:
+    with pytest.warns(RuntimeWarning, match=NOT_KEPT) as said:
         assert not kept(tmp_path)
         assert type(cache_utils.get_jit_cache("another")) is cache_utils.JITCache
     assert len(said) == 1
 
 
-def test_a_relative_cache_home_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    for base in ("cache", "./cache", ""):
-        monkeypatch.setenv("XDG_CACHE_HOME", base)
-        assert kernel_cache.user_folder() == Path.home() / ".cache" / kernel_cache.FOLDER
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert kernel_cache.user_folder() == Path("/somewhere") / kernel_cache.FOLDER
+def test_a_folder_that_cannot_be_written_is_said_and_not_an_error(kept: Callable[..., bool], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert not kept(tmp_path / "file" / "below", NOT_KEPT)
+    assert kept(tmp_path / "folder")
 
 
-def test_what_kernels_depend_on_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    fingerprint = cache_utils._compute_source_fingerprint.__wrapped__
+def test_a_folder_that_fails_later_costs_a_call_its_time_only(kept: Callable[..., bool], tmp_path: Path) -> None:
+    """A disk becomes full: no file can be made where files were a moment ago."""
+    assert kept(tmp_path)
+    cache = cache_utils.get_jit_cache("some")
+    assert "kernel" not in cache
+    for file in cache.cache_path.iterdir():
+        file.unlink()
+    cache.cache_path.rmdir()
+    cache.cache_path.write_text("")
+    with pytest.warns(RuntimeWarning, match=NOT_KEPT):
+        assert "kernel" not in cache
+    compiled = SimpleNamespace(export_to_c=lambda **_: pytest.fail("there is nowhere to write"))
+    with pytest.warns(RuntimeWarning, match=NOT_KEPT):
+        cache["kernel"] = compiled
+    assert cache.cache["kernel"] is compiled and "kernel" in cache
+    assert not kept(tmp_path, NOT_KEPT)
+
+
+@pytest.mark.parametrize("base", ["cache", "./cache", "", "/somewhere"])
+def test_a_relative_cache_home_does_not_count(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    home = Path(base) if base == "/somewhere" else Path.home() / ".cache"
+    assert kernel_cache.user_folder() == home / kernel_cache.FOLDER
+
+
+def test_kernels_of_other_dependencies_are_another_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that change code, and the compiler; not the target.
+
+    The architecture is in each key: what one machine compiles for another's GPU is found there.
+    """
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    found, fingerprint = [kernel_cache.dependencies()], cache_utils._compute_source_fingerprint.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setenv("CUTE_DSL_ARCH", "sm_90a")
+        patch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
+        assert kernel_cache.dependencies() == found[0]
+    for name in kernel_cache.SETTINGS:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            found.append(kernel_cache.dependencies())
+    own = kernel_cache._version
+    for name in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base"):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel_cache, "_version", lambda of, name=name: "0" if of == name else own(of))
+            found.append(kernel_cache.dependencies())
+    assert len(set(found)) == len(found) == 3 + len(kernel_cache.SETTINGS) and kernel_cache.dependencies() == found[0]
     before = fingerprint()
     assert fingerprint() == before
     monkeypatch.setattr(kernel_cache, "dependencies", lambda: b"others")
@@ -163,58 +205,6 @@ def test_another_quack_is_another_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert len(set(found)) == 5 and kernel_cache.dependencies() == found[-1]
 
 
-def test_settings_that_change_code_are_another_cache_and_the_target_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The architecture is in each key: what one machine compiles for another's GPU is found there."""
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    before = kernel_cache.dependencies()
-    with monkeypatch.context() as patch:
-        patch.setenv("CUTE_DSL_ARCH", "sm_90a")
-        patch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
-        assert kernel_cache.dependencies() == before
-    for name in kernel_cache.SETTINGS:
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "1")
-            assert kernel_cache.dependencies() != before, name
-
-
-def test_another_compiler_is_another_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kernel_cache.dependencies()
-    assert before == kernel_cache.dependencies()
-    for name in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base"):
-        with monkeypatch.context() as patch:
-            own = kernel_cache._version
-            patch.setattr(kernel_cache, "_version", lambda of, name=name: "0" if of == name else own(of))
-            assert kernel_cache.dependencies() != before, name
-
-
-def test_a_folder_that_cannot_be_written_is_said_and_not_an_error(kept: Callable[[Path], bool], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
-        assert not kept(tmp_path / "file" / "below")
-    assert kept(tmp_path / "folder")
-
-
-def test_a_folder_that_fails_later_costs_a_call_its_time_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A disk becomes full: no file can be made where files were a moment ago."""
-    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
-    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path))
-    cache = cache_utils.get_jit_cache("some")
-    assert isinstance(cache, cache_utils.JITPersistentCache) and "kernel" not in cache
-    for file in cache.cache_path.iterdir():
-        file.unlink()
-    cache.cache_path.rmdir()
-    cache.cache_path.write_text("")
-    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
-        assert "kernel" not in cache
-    compiled = SimpleNamespace(export_to_c=lambda **_: pytest.fail("there is nowhere to write"))
-    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
-        cache["kernel"] = compiled
-    assert cache.cache["kernel"] is compiled and "kernel" in cache
-    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
-        assert type(cache_utils.get_jit_cache("some")) is cache_utils.JITCache
-
-
 def test_a_grid_for_other_multiprocessors_is_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Persistent kernels have the count in them, and parts of one architecture differ in it."""
     monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
@@ -224,10 +214,9 @@ def test_a_grid_for_other_multiprocessors_is_another_file(monkeypatch: pytest.Mo
         names.append(cache._key_to_hash(("a key",)))
     assert names[0] != names[1] and names[0] == names[2]
     monkeypatch.delenv("FLASH_ATTENTION_NUM_SMS")
-    monkeypatch.setattr(kernel_cache.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_cache.torch.cuda, "current_device", lambda: 0)
     part = SimpleNamespace(multi_processor_count=114)
-    monkeypatch.setattr(kernel_cache.torch.cuda, "get_device_properties", lambda index: part)
+    for name, value in dict(is_available=True, current_device=0, get_device_properties=part).items():
+        monkeypatch.setattr(kernel_cache.torch.cuda, name, lambda *_, value=value: value)
     assert cache._key_to_hash(("a key",)) == names[1], "the device says it where nobody does"
 
 

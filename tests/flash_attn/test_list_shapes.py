@@ -1,5 +1,7 @@
 """Rows of block lists in every form: where kernels find them, heads that share them, sizes of blocks, pairs of CTAs."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, product
 from types import SimpleNamespace
@@ -7,12 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, WorkerError, built_kernels, only_hosts
+from fa_compile import (
+    Worker,
+    WorkerError,
+    built_kernels,
+    compile_backward,
+    compile_forward,
+    kernel_fields,
+    noted,
+    only_hosts,
+    refused,
+)
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import rows as list_rows
 from flash_attn.cute.lists.formats import as_ragged
-from fuzz.attention import backward, compile_case, forward, make_inputs, outputs
+from fuzz.attention import compile_case
 from fuzz.attention_lists import sides, tables
 from fuzz.blocks import rows_of
 from fuzz.case import FORMS, Packed
@@ -21,28 +33,25 @@ from fuzz.case import Attention as Case
 
 def list_layouts(case: Case) -> dict[str, set[tuple]]:
     """Shapes of the counts that forward and backward kernels index, static numbers as they are and None for others."""
-    from flash_attn.cute.lists import rows as list_rows
+    from importlib import import_module
 
-    seen: dict[str, set[tuple]] = {}
+    seen: dict[str, list[tuple]] = {"fwd": [], "bwd": []}
     original = list_rows.lists_by_query_head
 
-    def static(extent):
+    def static(extent: Any) -> Any:
         return tuple(map(static, extent)) if isinstance(extent, tuple) else extent if isinstance(extent, int) else None
 
-    def looked_at(where):
-        def by_query_head(tensors, group):
-            lists = original(tensors, group)
-            counts = lists.mask_block_cnt
-            seen.setdefault(where, set()).add((static(counts.shape), static(counts.stride)))
-            return lists
+    def layout(tensors: Any, group: int) -> tuple:
+        counts = original(tensors, group).mask_block_cnt
+        return static(counts.shape), static(counts.stride)
 
-        return by_query_head
-
-    with pytest.MonkeyPatch.context() as patch, only_hosts():
-        for name in ("flash_fwd_sm90", "flash_fwd_sm100", "flash_bwd_sm90", "flash_bwd_sm100"):
-            patch.setattr(f"flash_attn.cute.{name}.lists_by_query_head", looked_at(name[6:9]))
+    with ExitStack() as stack:
+        stack.enter_context(only_hosts())
+        for direction, arch in product(seen, (90, 100)):
+            module = import_module(f"flash_attn.cute.flash_{direction}_sm{arch}")
+            stack.enter_context(noted(module, "lists_by_query_head", layout, seen[direction]))
         compile_case(case)
-    return seen
+    return {direction: set(layouts) for direction, layouts in seen.items()}
 
 
 @pytest.mark.parametrize("pack_gqa", [False, True])
@@ -53,19 +62,14 @@ def test_heads_of_a_group_find_their_list_without_copies(compiler: Worker, pack_
     assert compiler.trace(list_layouts, case) == {"fwd": plain if pack_gqa else shared, "bwd": shared}
 
 
-def one_direction(case: Case, direction: str) -> None:
-    x = make_inputs(case)
-    with only_hosts():
-        forward(case, x) if direction == "forward" else backward(case, x, *outputs(case, x))
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("compile_", [compile_forward, compile_backward])
 @pytest.mark.parametrize("queries", [64, 192])
-def test_tiles_of_128_queries_refuse_halves_of_them(compiler_sm100: Worker, queries: int, direction: str) -> None:
+def test_tiles_of_128_queries_refuse_halves_of_them(
+    compiler_sm100: Worker, queries: int, compile_: Callable[..., Any]
+) -> None:
     case = Case(D=128, T_q=700, T_k=700, lists="both", block=(queries, 128))
-    with pytest.raises(WorkerError, match="list blocks of a multiple of 128 queries") as error:
-        compiler_sm100.trace(one_direction, case, direction)
-    assert error.value.kind == "NotImplementedError"
+    with refused("list blocks of a multiple of 128 queries"):
+        compiler_sm100.trace(compile_, case)
 
 
 class Int64(int):
@@ -220,9 +224,8 @@ def test_places_pass_32_bits(offsets: int | None) -> None:
 
 def built(case: Case) -> list[str]:
     """The classes of what backward compiles."""
-    x = make_inputs(case)
     with built_kernels("") as kernels:
-        backward(case, x, x.do, torch.empty(case.B, case.Hq, case.T_q, device="cuda"))
+        compile_backward(case)
     return [type(kernel).__name__ for kernel in kernels]
 
 
@@ -246,9 +249,7 @@ CASES = [
 
 
 def supports(keys: int) -> bool:
-    import torch
-
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, block_sparse_bwd_supports_2cta
+    from flash_attn.cute.block_sparsity import block_sparse_bwd_supports_2cta
 
     lists = BlockSparseTensorsTorch(*(torch.empty(1, 1, 1, dtype=torch.int32),) * 2, block_size=(256, keys))
     return block_sparse_bwd_supports_2cta(lists, 128)
@@ -271,13 +272,7 @@ def test_the_kernel_itself_refuses_pairs_over_an_odd_factor(compiler_sm100: Work
         compiler_sm100.trace(kernel_with_pairs_over_an_odd_factor)
 
 
-def pairs(case: Case) -> list[bool]:
-    """For each backward kernel of the case, whether it uses pairs of CTAs."""
-    with built_kernels("FlashAttentionBackwardSm100") as kernels:
-        compile_case(case)
-    return [kernel.use_2cta_instrs for kernel in kernels]
-
-
 @pytest.mark.parametrize(("case", "expected"), CASES, ids=str)
 def test_pairs_where_they_are_expected(compiler_sm100: Worker, case: Case, expected: bool) -> None:
-    assert compiler_sm100.trace(pairs, case) == [expected]
+    kind = "FlashAttentionBackwardSm100"
+    assert compiler_sm100.trace(kernel_fields, "use_2cta_instrs", compile_case, case, kind=kind) == [(expected,)]

@@ -1,7 +1,7 @@
 """Masks over block lists and mask_mods: the end of the keys, causal and windows; masks only where something hides."""
 
 import pytest
-from fa_compile import MaskCall, Worker, recorded_masks
+from fa_compile import MaskCall, Worker, compile_backward, compile_forward, recorded_masks
 
 from fuzz.attention import backward, forward, make_inputs
 from fuzz.case import Attention as Case
@@ -12,7 +12,7 @@ CUT = [Case(T_q=700, T_k=700, lists="both", causal=True), Case(T_q=700, T_k=700,
 
 def masks(case: Case) -> list[MaskCall]:
     with recorded_masks() as calls:
-        forward(case, make_inputs(case))
+        compile_forward(case)
     return calls
 
 
@@ -104,12 +104,8 @@ def test_both_masks_reach_both_kernels(compiler: Worker, case: Case) -> None:
 
 
 def masks_of_backward(case: Case) -> list[MaskCall]:
-    import torch
-
-    x = make_inputs(case)
-    lse = torch.empty(case.B, case.Hq, case.T_q, device="cuda")
     with recorded_masks() as calls:
-        backward(case, x, torch.empty_like(x.q), lse)
+        compile_backward(case)
     return calls
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from fa_compile import Worker, in_order, swept
 from fa_reference import assert_close, attention
-from test_upstream_programs import without_autograd
-from test_validate_calls import BLOCK, PACKED, packed_call, qk, said
+from test_list_validation import BLOCK, PACKED, packed_call, qk, refusal
+from test_upstream_lists import without_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -130,7 +130,7 @@ def test_lists_of_one_direction_for_each_sequence_of_a_batch(used: tuple[int, in
     validate_call(True, lists_from_blocks(listed, block_size=(BLOCK, BLOCK)), None, *call, **options)
     listed[1, 0, 4, 2] = False
     less = lists_from_blocks(listed, block_size=(BLOCK, BLOCK))
-    assert "sequence 1: forward lists name 4 of the key blocks 0 .. 4" in said(less, None, *call, **options)
+    assert "sequence 1: forward lists name 4 of the key blocks 0 .. 4" in refusal(less, None, *call, **options)
 
 
 @pytest.mark.parametrize("form", PACKED)
@@ -152,7 +152,7 @@ def test_padded_lists_of_one_direction_in_a_pack() -> None:
     tensors = qk(989, keys=1057)
     validate_call(True, every, None, *tensors, **options, window=(None, 0))
     every.mask_block_cnt[0, 0, 2] = 3
-    assert "sequence 0: forward lists name 3 of the key blocks 0 .. 3" in said(
+    assert "sequence 0: forward lists name 3 of the key blocks 0 .. 3" in refusal(
         every, None, *tensors, **options, window=(None, None)
     )
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, in_order
+from fa_compile import Worker, compile_forward, in_order, kernel_fields
 from fa_reference import assert_close
 
 from fuzz.attention import forward, make_inputs
@@ -18,14 +18,15 @@ from fuzz.case import Attention as Case
 from fuzz.oracle import reference
 
 
-def overlap_of(case: Case) -> tuple[int, tuple[int, int] | None]:
-    """Stages of keys and values beside two tiles of queries, 0 unless the forward kernel's tiles overlap; and the
-    tile, if windows end with one."""
-    with built_kernels("FlashAttentionForwardSm90") as kernels:
-        forward(case, make_inputs(case))
-    (kernel,) = kernels
-    tile = (kernel.tile_m, kernel.tile_n) if kernel.ends_windows else None
-    return kernel.num_stages if kernel.overlap_tiles else 0, tile
+def assert_overlap(compiler: Worker, case: Case, expected: int, tile: tuple[int, int] | None = None) -> None:
+    """The forward kernel has so many stages of keys and values beside two tiles of queries; 0: a CTA to each tile.
+
+    tile: of queries and keys, where windows end with one; None: they do not.
+    """
+    names = "overlap_tiles num_stages ends_windows tile_m tile_n"
+    ((overlaps, stages, *ends),) = compiler.trace(kernel_fields, names, compile_forward, case)
+    assert (stages if overlaps else 0) == expected and ends[0] is (tile is not None)
+    assert tile is None or tuple(ends[1:]) == tile
 
 
 @contextmanager
@@ -51,31 +52,31 @@ def assert_same_bits(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> t
 
 
 CALL = Case(D=128, T_q=4096, T_k=67, Hq=8, compress=(64, 63))
-# What a call has beside that, and whether tiles overlap.
-CALLS: list[tuple[dict[str, Any], bool]] = [
-    ({}, True),
-    ({"Hkv": 1}, True),
-    ({"Hkv": 8, "D": 64}, True),
-    ({"D": 96}, True),
-    ({"D": 112}, True),
-    ({"pack_gqa": False}, True),
-    ({"option": "sink"}, True),
-    ({"option": "seqused"}, True),
-    ({"overlap": False}, True),
-    ({"D": 256}, False),
-    ({"Dv": 64}, False),
-    ({"Hq": 5, "Hkv": 1}, False),
-    ({"compress": (1, 63)}, False),
-    ({"mask_mod": "thirds"}, False),
-    ({"option": "softcap"}, False),
-    ({"packed": ((1365, 22), (2731, 45))}, False),
-    ({"option": "seqused_q"}, False),
+# What a call has beside that, and how many stages of keys and values beside two tiles of queries; 0: a CTA to a tile.
+CALLS: list[tuple[dict[str, Any], int]] = [
+    ({}, 3),
+    ({"Hkv": 1}, 3),
+    ({"Hkv": 8, "D": 64}, 3),
+    ({"D": 96}, 2),
+    ({"D": 112}, 3),
+    ({"pack_gqa": False}, 3),
+    ({"option": "sink"}, 3),
+    ({"option": "seqused"}, 3),
+    ({"overlap": False}, 3),
+    ({"D": 256}, 0),
+    ({"Dv": 64}, 0),
+    ({"Hq": 5, "Hkv": 1}, 0),
+    ({"compress": (1, 63)}, 0),
+    ({"mask_mod": "thirds"}, 0),
+    ({"option": "softcap"}, 0),
+    ({"packed": ((1365, 22), (2731, 45))}, 0),
+    ({"option": "seqused_q"}, 0),
 ]
 
 
 @pytest.mark.parametrize("asked,expected", CALLS, ids=str)
-def test_who_overlaps(asked: dict[str, Any], expected: bool, compiler_sm90: Worker) -> None:
-    assert bool(compiler_sm90.trace(overlap_of, replace(CALL, **asked))[0]) == expected
+def test_who_overlaps(asked: dict[str, Any], expected: int, compiler_sm90: Worker) -> None:
+    assert_overlap(compiler_sm90, replace(CALL, **asked), expected)
 
 
 @pytest.mark.gpu
@@ -112,7 +113,7 @@ def test_as_many_stages_as_fit(asked: tuple[int, ...], stages: int) -> None:
 
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
-# A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.
+# A case and the stages.
 CASES: list[tuple[Case, int]] = [
     (Case(D=128, T_q=700, T_k=700, lists="full"), 2),
     (Case(D=128, T_q=700, T_k=700, lists="no full", mask_mod="thirds"), 2),
@@ -145,75 +146,78 @@ CASES: list[tuple[Case, int]] = [
 
 @pytest.mark.parametrize("case,expected", CASES, ids=str)
 def test_lists_that_overlap(case: Case, expected: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(overlap_of, case)[0] == expected
+    assert_overlap(compiler_sm90, case, expected)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 3, 33), (1, 2, 3, 32)])
-def test_wide_rows_do_not(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("counts", "indices", "full", "words", "short"),
+    [
+        ((2, 1, 6), (2, 1, 6, 40), 24, 0, True),
+        ((2, 1, 6), (2, 1, 6, 40), 25, 0, False),
+        ((2, 1, 6), (2, 1, 6, 64), None, 0, True),
+        ((4, 9), (4, 9, 16), 16, 0, True),
+        ((4, 9), (4, 100), None, 0, False),
+        ((4, 9), (100,), None, 0, False),
+        # Unions have twice as much: 16 blocks for each of 8 tokens.
+        ((1, 2, 5), (1, 2, 5, 128), None, 1, True),
+        ((1, 2, 5), (1, 2, 5, 129), None, 1, False),
+        ((1, 2, 5), (1, 2, 5, 128), None, 0, False),
+    ],
+)
+def test_ctas_stay_where_rows_are_short(
+    counts: tuple[int, ...], indices: tuple[int, ...], full: int | None, words: int, short: bool
+) -> None:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.fwd_sm90.persistence import ForwardTile, overlapped_stages
+    from flash_attn.cute.fwd_sm90.persistence import ForwardTile, has_short_rows, overlapped_stages
 
-    counts, entries = torch.zeros(shape[:3], dtype=torch.int32), torch.zeros(shape, dtype=torch.int32)
-    tile = ForwardTile(128, 128, 128, 128, packed_heads=1, p_in_smem=False)
-    both = BlockSparseTensorsTorch(counts, entries, counts, entries)
-    assert overlapped_stages(tile, lists=both) == (2 if shape[-1] == 32 else 0)
-    assert overlapped_stages(tile, lists=BlockSparseTensorsTorch(counts, entries)) == 2
-
-
-@dataclass(frozen=True)
-class RandomLists:
-    """Random lists of very different lengths."""
-
-    T: int
-    B: int = 1
-    Hq: int = 8
-    Hkv: int = 2
-    D: int = 128
-    width: int = 20
-    causal: bool = False
-    empty: float = 0.3  # of the rows, about how many
+    more = {}
+    if full is not None:
+        more = {"full_block_cnt": torch.empty(counts), "full_block_idx": torch.empty(*indices[:-1], full)}
+    bits = torch.empty(*indices, words) if words else None
+    lists = BlockSparseTensorsTorch(torch.empty(counts), torch.empty(indices), **more, mask_block_bits=bits)
+    assert has_short_rows(lists) is short
+    if bits is None and len(counts) == 3:
+        tile = ForwardTile(128, 128, 128, 128, packed_heads=1, p_in_smem=False)
+        assert overlapped_stages(tile, lists=lists) == (2 if short else 0)
 
 
+# Random lists of up to 20 blocks, and which part of their rows, about, has none.
 RANDOM = [
-    RandomLists(T=1),
-    RandomLists(T=128, Hq=1, Hkv=1),
-    RandomLists(T=200, B=2, empty=1.0),
-    RandomLists(T=2100, B=3),
-    RandomLists(T=20000, B=2),
-    RandomLists(T=20000, D=64, causal=True),
-    RandomLists(T=70000, Hq=16, Hkv=4, empty=0.9),
+    (Case(D=128, T_q=1, T_k=1, B=1, Hq=8), 0.3),
+    (Case(D=128, T_q=128, T_k=128, B=1, Hq=1, Hkv=1), 0.3),
+    (Case(D=128, T_q=200, T_k=200, Hq=8), 1.0),
+    (Case(D=128, T_q=2100, T_k=2100, B=3, Hq=8), 0.3),
+    (Case(D=128, T_q=20000, T_k=20000, Hq=8), 0.3),
+    (Case(D=64, T_q=20000, T_k=20000, B=1, Hq=8, causal=True), 0.3),
+    (Case(D=128, T_q=70000, T_k=70000, B=1, Hq=16, Hkv=4), 0.9),
 ]
 
 
-def random_call(loop: RandomLists, pack_gqa: bool) -> tuple[Case, Any, torch.Tensor]:
-    """A case, lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
+def random_lists(case: Case, part: float) -> tuple[Any, torch.Tensor]:
+    """Lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    torch.manual_seed(loop.T)
-    sizes = dict(D=loop.D, T_q=loop.T, T_k=loop.T, B=loop.B, Hq=loop.Hq, Hkv=loop.Hkv)
-    M = -(-loop.T // 128)
-    shape = (loop.B, loop.Hkv, M)
-    empty = torch.rand(shape, device="cuda") < loop.empty
+    torch.manual_seed(case.T_q)
+    M = -(-case.T_q // 128)
+    shape, width = (case.B, case.Hkv, M), min(20, M)
+    empty = torch.rand(shape, device="cuda") < part
 
     def lists() -> tuple[torch.Tensor, torch.Tensor]:
-        counts = torch.randint(0, min(loop.width, M) + 1, shape, device="cuda").masked_fill(empty, 0)
-        blocks = torch.rand((*shape, M), device="cuda").topk(min(loop.width, M)).indices
-        return counts.int(), blocks.int()
+        counts = torch.randint(0, width + 1, shape, device="cuda").masked_fill(empty, 0)
+        return counts.int(), torch.rand((*shape, M), device="cuda").topk(width).indices.int()
 
-    lists_ = BlockSparseTensorsTorch(*lists(), *lists(), block_size=(128, 128))
-    case = Case(**sizes, causal=loop.causal, pack_gqa=pack_gqa)
-    return case, lists_, (lists_.mask_block_cnt + lists_.full_block_cnt) == 0
+    made = BlockSparseTensorsTorch(*lists(), *lists(), block_size=(128, 128))
+    return made, (made.mask_block_cnt + made.full_block_cnt) == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("loop", "pack_gqa"), in_order(RANDOM, True, False), ids=str)
-def test_not_a_bit_depends_on_it(loop: RandomLists, pack_gqa: bool) -> None:
+@pytest.mark.parametrize(("drawn", "pack_gqa"), in_order(RANDOM, True, False), ids=str)
+def test_not_a_bit_depends_on_it(drawn: tuple[Case, float], pack_gqa: bool) -> None:
     """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
-    case, lists, empty = random_call(loop, pack_gqa)
+    case, (lists, empty) = replace(drawn[0], pack_gqa=pack_gqa), random_lists(*drawn)
     x = make_inputs(case)
     o, lse = assert_same_bits(lambda: forward(case, x, lists))
-    group = loop.Hq // loop.Hkv
-    unseen = empty.repeat_interleave(group, 1).repeat_interleave(128, 2)[..., : loop.T]
+    unseen = empty.repeat_interleave(case.Hq // case.Hkv, 1).repeat_interleave(128, 2)[..., : case.T_q]
     assert not o[unseen.transpose(1, 2)].any() and lse[unseen].isneginf().all()
 
 
@@ -268,21 +272,17 @@ OVERLAP = pytest.mark.parametrize("asked", [asked for asked, expected, _ in WIND
 def test_windows_that_overlap(
     asked: dict[str, Any], stages: int, tile: tuple[int, int] | None, compiler_sm90: Worker
 ) -> None:
-    found = compiler_sm90.trace(overlap_of, replace(WINDOW_CALL, **asked))
-    assert found == (stages, tile)
+    assert_overlap(compiler_sm90, replace(WINDOW_CALL, **asked), stages, tile)
 
 
-def kernels_of(lefts: tuple[int, ...]) -> list[bool]:
-    """The kernels that are compiled for calls with these windows: whether tiles overlap."""
-    with built_kernels("FlashAttentionForwardSm90") as kernels:
-        for left in lefts:
-            case = replace(WINDOW_CALL, D=64, window=(left, 0))
-            forward(case, make_inputs(case))
-    return [kernel.overlap_tiles for kernel in kernels]
+def compile_windows(lefts: tuple[int, ...]) -> None:
+    for left in lefts:
+        compile_forward(replace(WINDOW_CALL, D=64, window=(left, 0)))
 
 
 def test_windows_of_either_kind_have_kernels_of_their_own(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(kernels_of, (512, 8192, 100, 5000)) == [True, False]
+    found = compiler_sm90.trace(kernel_fields, "overlap_tiles", compile_windows, (512, 8192, 100, 5000))
+    assert found == [(True,), (False,)]
 
 
 @pytest.mark.parametrize("tile,packed_heads", [((128, 128), 1), ((128, 128), 16), ((192, 128), 4), ((192, 80), 1)])

@@ -1,24 +1,36 @@
-"""Block-sparse backward in two passes: which calls take them, what is compiled and launched, and the gradients."""
+"""Block-sparse backward in two passes: which calls take them, what is compiled, registers, and the gradients.
+
+The first is the dq pass, the second backward's kernel without dq, also where its CTAs loop over a group's heads.
+"""
 
 import math
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, in_order, swept
-from fa_dq import call, rounded_sums, row_sums
+from fa_compile import Worker, built_kernels, in_order, noted, refused, swept
+from fa_cubin import machine_code
+from fa_dq import (
+    HALVES,
+    LISTED,
+    LISTED_PACK,
+    as_rows,
+    call,
+    compile_pass,
+    converted,
+    layout,
+    queries,
+    rounded_sums,
+    row_sums,
+    without_dq,
+)
 from fa_reference import assert_alike, assert_call_repeats, assert_close, attention
 
 from fuzz.attention import Inputs, attend, backward, both_lists, forward, make_inputs, options, outputs
 from fuzz.attention_lists import backward_lists, forward_lists
 from fuzz.case import Attention as Case
 
-LISTED = dict(T_q=900, T_k=900, lists="both")
-HALVES = dict(block=(128, 64), **LISTED)
-PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both")
 CASES = [
     Case(D=128, causal=True, **LISTED),
     Case(D=128, mask_mod="thirds", Hkv=4, **HALVES),
@@ -31,15 +43,51 @@ CASES = [
     # Lists that an order came with.
     Case(D=128, causal=True, Hq=8, plan=3, deterministic=True, launch="right to left", **LISTED),
     Case(D=64, list_heads=2, deterministic=True, **HALVES),
+    Case(D=128, causal=True, Hq=8, list_heads=8, **LISTED),
+    Case(D=128, causal=True, Hq=8, list_heads=2, **HALVES),
+    Case(D=128, window=(100, 30), **HALVES),
+    Case(D=128, mask_mod="thirds", block=(256, 64), **LISTED),
+    Case(D=128, mask_mod="keyed", causal=True, **LISTED),
+    Case(D=128, mask_mod="keyed", T_q=130, T_k=333, lists="no full", block=(128, 64)),
+    Case(D=128, T_q=400, T_k=200, causal=True, lists="full", block=(128, 64)),
+    Case(D=64, Hq=6, Hkv=1, q_tiles=2, **LISTED),
+    Case(D=64, Hq=2, Hkv=2, T_q=300, T_k=128 * 70, lists="both"),
+    Case(D=96, causal=True, window=(200, None), **HALVES),
+    Case(D=96, mask_mod="thirds", **LISTED),
 ]
+BY_GROUP, TWO_TILES, SHORT = CASES[11], CASES[17], CASES[16]
 PACKED = [
-    Case(D=128, causal=True, form="stacked", **PACK),
-    Case(D=128, causal=True, form="ragged", list_heads=2, plan=2, block=(128, 64), **PACK),
-    Case(D=128, window=(100, 30), form="compact", list_heads=4, Hkv=4, **PACK),
-    Case(D=64, mask_mod="thirds", form="padded", block=(128, 64), **PACK),
-    Case(D=64, causal=True, form="shared", **PACK),
-    Case(D=64, causal=True, form="stacked", list_heads=2, plan=2, block=(128, 64), **PACK),
-    Case(D=128, form="stacked", plan=3, deterministic=True, launch="right to left", **PACK),
+    Case(D=128, causal=True, form="stacked", **LISTED_PACK),
+    Case(D=128, causal=True, form="ragged", list_heads=2, plan=2, block=(128, 64), **LISTED_PACK),
+    Case(D=128, window=(100, 30), form="compact", list_heads=4, Hkv=4, **LISTED_PACK),
+    Case(D=64, mask_mod="thirds", form="padded", block=(128, 64), **LISTED_PACK),
+    Case(D=64, causal=True, form="shared", **LISTED_PACK),
+    Case(D=64, causal=True, form="stacked", list_heads=2, plan=2, block=(128, 64), **LISTED_PACK),
+    Case(D=128, form="stacked", plan=3, deterministic=True, launch="right to left", **LISTED_PACK),
+    Case(D=64, form="compact", mask_mod="thirds", q_tiles=2, **LISTED_PACK),
+]
+# The kernel without dq, where its CTAs loop over a group's heads, too: by its own choice, or by a plan.
+WITHOUT_DQ = [
+    CASES[0],
+    Case(D=128, mask_mod="thirds", block=(128, 64), Hq=6, list_heads=2, **LISTED),
+    CASES[2],
+    Case(D=64, window=(200, 0), Hkv=4, block=(128, 64), **LISTED),
+    Case(D=64, window=(200, 0), Hkv=1, **LISTED),
+    Case(D=64, causal=True, block=(128, 64), list_heads=2, **LISTED),
+    Case(D=64, causal=True, Hkv=1, plan=3, **LISTED),
+    Case(D=96, mask_mod="keyed", **LISTED),
+    CASES[6],
+    Case(D=128, T_q=300, T_k=900, lists="full"),
+    Case(D=128, causal=True, form="ragged", **LISTED_PACK),
+    Case(D=128, causal=True, form="ragged", plan=2, **LISTED_PACK),
+    Case(D=64, mask_mod="thirds", form="compact", block=(128, 64), list_heads=2, **LISTED_PACK),
+]
+GROUPED = [case for case in WITHOUT_DQ if not case.plan and case.list_heads < case.Hq > case.Hkv]
+PLANNED = [
+    Case(D=128, causal=True, plan=2, per_group=True, **LISTED),
+    replace(WITHOUT_DQ[1], plan=3, per_group=True),
+    Case(D=128, causal=True, form="ragged", Hkv=1, plan=2, per_group=True, **LISTED_PACK),
+    Case(D=64, mask_mod="keyed", form="compact", plan=100, per_group=True, **LISTED_PACK),
 ]
 
 
@@ -48,14 +96,15 @@ def gradients(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, **more:
     return backward(case, x, o, lse, **dict(block_sparse_tensors_fwd=forward_lists(case), passes=2) | more)
 
 
+# Which calls take two passes.
+
+
 def tables(block: tuple[int, int] | None = (128, 128), capacity: tuple[int, ...] = (9,), **fields: Any) -> Any:
     """Lists of one block a row; capacity: of a row of mask lists, and of full ones."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    cnt, indices = (
-        torch.ones(1, 1, 4, dtype=torch.int32),
-        [torch.zeros(1, 1, 4, n, dtype=torch.int32) for n in capacity],
-    )
+    cnt = torch.ones(1, 1, 4, dtype=torch.int32)
+    indices = [torch.zeros(1, 1, 4, n, dtype=torch.int32) for n in capacity]
     full = dict(full_block_cnt=cnt, full_block_idx=indices[1]) if capacity[1:] else {}
     return BlockSparseTensorsTorch(cnt, indices[0], block_size=block, **full, **fields)
 
@@ -93,6 +142,7 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
         ({"deterministic": True, "block": None}, True),
         ({"deterministic": True, "block": None, "D": 64}, False),  # forward may have tiles of 192
         ({"capacity": (8,)}, True),
+        ({"capacity": (300,)}, False),
         ({"capacity": (1, 7)}, True),
         ({"capacity": (1, 8)}, False),  # mask and full blocks together
         ({"capacity": (8,), "fields": {"capacity": (50, 50)}}, True),  # rows of keys may be as long as they like
@@ -106,6 +156,7 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
         ({"fields": {"passes": 1}, "block": (128, 64)}, False),
         ({"fields": {"passes": 1}, "passes": 2}, True),  # the call knows better
         ({"fields": {"passes": 2}, "passes": 1}, False),
+        ({"fields": {"plan_per_group": True}}, True),
     ],
     ids=str,
 )
@@ -132,16 +183,16 @@ def test_two_passes_that_cannot_be_are_refused(changes: dict[str, Any], kind: ty
         takes(**changes)
 
 
-def test_capacity_says_how_many_blocks_are_few() -> None:
-    """The device alone knows how many blocks the rows list. Stacked and ragged rows, and lists without tensors, have
-    no capacity that would say it."""
-    wide = tables(capacity=(9,))
-    for lists in (wide, tables(capacity=(300,)), wide._replace(mask_block_idx=torch.zeros(1, dtype=torch.int32))):
-        assert not takes(forward=lists)
-    assert not takes(forward=tables()._replace(mask_block_cnt=None, mask_block_idx=None))
-    compact = tables(capacity=(8,))
+def test_rows_without_a_capacity_are_not_few() -> None:
+    """The device alone knows how many blocks the rows list: stacked and ragged rows, and lists without tensors."""
+    wide, compact = tables(), tables(capacity=(8,))
+    assert not takes(forward=wide._replace(mask_block_idx=torch.zeros(1, dtype=torch.int32)))
+    assert not takes(forward=wide._replace(mask_block_cnt=None, mask_block_idx=None))
     assert takes(forward=compact._replace(mask_block_cnt=compact[0][0], mask_block_idx=compact[1][0]))
     assert not takes(forward=compact._replace(mask_block_cnt=compact[0][0], mask_block_idx=compact[1][0, :, 0]))
+
+
+# What is compiled.
 
 
 def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
@@ -166,7 +217,7 @@ def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
     return [type(kernel).__name__ + without[getattr(kernel, "computes_dq", True)] for kernel in kernels], shapes
 
 
-@pytest.mark.parametrize("case", [CASES[2], PACKED[0], *PACKED[5:]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], PACKED[0], *PACKED[5:7]], ids=str)
 def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
     """Deterministic by default, without an order of adds to dq; nothing in fp32 is as large as dq."""
     names, shapes = compiler_sm90.trace(compiled, case)
@@ -184,14 +235,13 @@ def times_normalized(case: Case) -> int:
 
     x = make_inputs(case)
     o, lse = outputs(case, x)
-    original = bwd_dq_interface.normalize_block_sparse_config
     with (
-        patch.object(bwd_dq_interface, "normalize_block_sparse_config", side_effect=original) as normalize,
+        noted(bwd_dq_interface, "normalize_block_sparse_config", lambda *args, **options: None) as normalized,
         patch.object(bwd_dq_interface, "_compiled") as compiled,
     ):
         gradients(case, x, o, lse)
         assert compiled.called
-    return normalize.call_count
+    return len(normalized)
 
 
 @pytest.mark.parametrize("case", [CASES[2], PACKED[0]], ids=str)
@@ -217,6 +267,70 @@ def test_rows_serve_both_passes(compiler_sm90: Worker, case: Case) -> None:
     assert own.dq.tile.pattern == "rows of 64" and own.dq.start == 64 and own.dq.width == case.D
     assert both[0].dq.place == both[1].dq.place and both[0].dq.start % 64 == 0
     assert (own.dk is None) == (case.Hq == case.Hkv)
+
+
+NO_FULL = replace(BY_GROUP, lists="no full")
+SPILLS = [
+    (NO_FULL, "dq"),
+    (NO_FULL, "add"),
+    (Case(D=128, window=(100, 30), mask_mod="keyed", **HALVES), "accum"),
+    (PACKED[0], "dq"),
+    (NO_FULL, "accum, add"),
+    (NO_FULL, "accum, sums"),
+    (Case(D=128, form="compact", causal=True, **LISTED_PACK), "accum, sums"),
+    (Case(D=96, **LISTED), "dq"),
+    (Case(D=96, mask_mod="thirds", **LISTED), "accum"),
+    (Case(D=64, causal=True, mask_mod="thirds", form="stacked", **LISTED_PACK), "accum"),
+]
+
+
+@pytest.mark.parametrize("spilled", swept(SPILLS), ids=str)
+def test_registers_suffice(spilled: tuple[Case, str], compiler_sm90: Worker) -> None:
+    assert [code.stack for code in compiler_sm90.run(machine_code, compile_pass, *spilled)] == [[0]]
+
+
+@pytest.mark.parametrize(("D", "Dv", "said"), [(80, None, "dimensions 80 and 80"), (128, 64, "dimensions 128 and 64")])
+def test_head_dimensions_are_refused_by_name(D: int, Dv: int | None, said: str, compiler_sm90: Worker) -> None:
+    """Beside what the catalogue of wrong calls has."""
+    with refused(said):
+        compiler_sm90.trace(compile_pass, Case(D=D, Dv=Dv, lists="full"), "dq")
+
+
+def test_blackwell_is_refused(compiler_sm100: Worker) -> None:
+    with refused("sm_100: the dq pass is for sm_90, and for sm_100 over lists with mask_block_bits"):
+        compiler_sm100.trace(compile_pass, Case(D=128, lists="full"), "dq")
+
+
+def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:
+    """The warp roles that the kernel without dq was traced with, and bytes of its shared memory."""
+    from contextlib import ExitStack
+
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90 as Kernel
+
+    x, roles = make_inputs(case), []
+    storage = Kernel._get_shared_storage_cls
+    with (
+        ExitStack() as stack,
+        noted(Kernel, "_get_shared_storage_cls", lambda kernel: storage(kernel).size_in_bytes()) as sizes,
+    ):
+        for name in ("load", "mma", "dQaccum_store"):
+            stack.enter_context(noted(Kernel, name, lambda *args, name=name, **options: name, roles))
+        dq, dk, dv = without_dq(case, x, *outputs(case, x), deterministic=deterministic)
+    assert dq is None and dk.shape == x.k.shape and dv.shape == x.v.shape
+    return set(roles), sizes[0]
+
+
+@pytest.mark.parametrize("of", swept(in_order(WITHOUT_DQ, False, True), 5), ids=str)
+def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, of: tuple[Case, bool]) -> None:
+    case, deterministic = of
+    roles, size = compiler_sm90.trace(compiled_roles, case, deterministic)
+    assert roles >= {"load", "mma"} and "dQaccum_store" not in roles
+    # Keys, values, and two stages of queries and their gradients; two CTAs share 227 KiB.
+    two_ctas = case.block == (128, 64)
+    assert size <= (113 if two_ctas else 160) * 1024
+
+
+# The gradients.
 
 
 def compared(case: Case, x: Inputs, got: Any) -> None:
@@ -308,7 +422,7 @@ def test_captured_calls(case: Case) -> None:
 def test_passes_that_share(case: Case, start: int) -> None:
     """Row sums and accumulators of the caller's for both passes, as the layer calls them."""
     from flash_attn.cute.interface import _flash_attn_bwd
-    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert, zeroed
+    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, zeroed
 
     x = make_inputs(case)
     given = options(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True, deterministic=True)
@@ -320,80 +434,147 @@ def test_passes_that_share(case: Case, start: int) -> None:
     shared = SharedBackward(layout, *rows, None, dk, dv)
     got = _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **given, shared=shared)
     assert got == (None, None, None)
-    cu_k = None if x.cu_seqlens is None else x.cu_seqlens[1]
-    outputs = [torch.full_like(t, torch.nan) for t in (x.q, x.k, x.v)]
-    call(case, x, sums, dq=outputs[0], start=start)
-    convert(dk, layout.dk, outputs[1], scale=case.D**-0.5, cu_seqlens=cu_k)
-    convert(dv, layout.dv, outputs[2], scale=1.0, cu_seqlens=cu_k)
-    compared(case, x, outputs)
+    dq = torch.full_like(x.q, torch.nan)
+    call(case, x, sums, dq=dq, start=start)
+    compared(case, x, [dq, *converted(case, x, layout, None, dk, dv)[1:]])
 
 
-WITHOUT_DQ = [
-    Case(D=128, causal=True, **LISTED),
-    Case(D=128, mask_mod="thirds", block=(128, 64), **LISTED),
-    Case(D=128, causal=True, block=(128, 64), Hkv=1, plan=3, **LISTED),
-    Case(D=64, window=(200, 0), Hkv=4, block=(128, 64), **LISTED),
-    Case(D=64, causal=True, Hkv=1, plan=3, **LISTED),
-    Case(D=96, mask_mod="keyed", list_heads=4, **LISTED),
-]
-WITHOUT_DQ += [
-    Case(D=128, causal=True, form="ragged", plan=2, **PACK),
-    Case(D=64, mask_mod="thirds", form="compact", block=(128, 64), **PACK),
-]
-
-
-def without_dq(case: Case, x: Any, o: torch.Tensor, lse: torch.Tensor, **more: Any) -> tuple[torch.Tensor | None, ...]:
-    """Backward's results for the case where it leaves dq out."""
-    return backward(case, x, o, lse, without_dq=True, **more)
-
-
-def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:
-    """The warp roles that the kernel without dq was traced with, and bytes of its shared memory."""
-    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90 as Kernel
-
-    roles: set[str] = set()
-    sizes: list[int] = []
-
-    def recording(name: str, original: Any) -> Any:
-        @wraps(original)
-        def role(*args: Any, **kwargs: Any) -> Any:
-            roles.add(name)
-            result = original(*args, **kwargs)
-            if name == "_get_shared_storage_cls":
-                sizes.append(result.size_in_bytes())
-            return result
-
-        return role
-
-    x = make_inputs(case)
-    o, lse = outputs(case, x)
-    with ExitStack() as undo:
-        for name in ("load", "mma", "dQaccum_store", "_get_shared_storage_cls"):
-            undo.callback(setattr, Kernel, name, getattr(Kernel, name))
-            setattr(Kernel, name, recording(name, getattr(Kernel, name)))
-        dq, dk, dv = without_dq(case, x, o, lse, deterministic=deterministic)
-    assert dq is None and dk.shape == x.k.shape and dv.shape == x.v.shape
-    return roles, sizes[0]
-
-
-@pytest.mark.parametrize("of", swept(in_order(WITHOUT_DQ, False, True)), ids=str)
-def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, of: tuple[Case, bool]) -> None:
-    case, deterministic = of
-    roles, size = compiler_sm90.trace(compiled_roles, case, deterministic)
-    assert roles >= {"load", "mma"} and "dQaccum_store" not in roles
-    # Keys, values, and two stages of queries and their gradients; two CTAs share 227 KiB.
-    two_ctas = case.block == (128, 64)
-    assert size <= (113 if two_ctas else 160) * 1024
+# The dq pass alone. What ends a chain of calls is three more kernels for each of these.
+ENDS = [(CASES[12], 64), (CASES[4], 64), (PACKED[3], 64), (PACKED[1], 128)]
+SUMS = [(CASES[2], 64), (SHORT, 128), (CASES[19], 64), (PACKED[1], 128)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "deterministic"), in_order(WITHOUT_DQ, False, True), ids=str)
-def test_dk_and_dv_of_one_pass(case: Case, deterministic: bool) -> None:
-    """The kernel with dq adds the same products, in an order of its own."""
+@pytest.mark.parametrize("case,start", ENDS, ids=str)
+def test_end_of_a_chain(case: Case, start: int) -> None:
+    """dq on top of what the accumulator holds, which `convert` gives alone, and of what it holds itself."""
+    from flash_attn.cute.shared_backward import convert
+
+    x = make_inputs(case)
+    rows, cu_seqlens = row_sums(case, x, start), None if x.cu_seqlens is None else x.cu_seqlens[0]
+    accum = torch.randn(layout(case, start).shape, device="cuda")
+    before, alone, kept, held = torch.randn_like(x.q), torch.empty_like(x.q), torch.empty_like(x.q), accum.clone()
+    call(case, x, rows, dq=alone, start=start)
+    convert(accum, layout(case, start), kept, scale=case.D**-0.5, cu_seqlens=cu_seqlens)
+    for parts, more in (
+        ((alone, kept), dict(accum=accum)),
+        ((alone, kept, before), dict(accum=accum, add=True)),
+        ((alone, before), dict(add=True)),
+    ):
+        dq = before.clone() if "add" in more else torch.full_like(x.q, torch.nan)
+        call(case, x, rows, dq=dq, start=start, **more)
+        exact = sum(part.double() for part in parts)
+        assert_close(f"dq of {len(parts)} parts of {case!r}", dq, exact, sum(parts[1:], start=parts[0]))
+    assert accum.equal(held), f"the accumulator changed: {case!r}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case,start", SUMS, ids=str)
+def test_row_sums(case: Case, start: int) -> None:
+    """Row sums that the pass computes are those of o, in all rows of the sequences' tiles, and dq is of them."""
+    x, accum = make_inputs(case), layout(case, start)
+    o = torch.randn_like(x.q)
+    lse = torch.randn((*accum.heads, x.q.shape[-3]), device="cuda") + 8
+    lse[..., ::7] = -torch.inf
+    sums = tuple(torch.full((*accum.heads, accum.rows), torch.nan, device="cuda") for _ in range(2))
+    dq, again = (torch.full_like(x.q, torch.nan) for _ in range(2))
+    call(case, x, sums, dq=dq, start=start, out=o, lse=lse)
+    expected = as_rows(o, x.do, lse, queries(case), (*accum.heads, accum.rows), start)
+    error = torch.finfo(torch.float32).eps * float((o.double().norm(dim=-1) * x.do.double().norm(dim=-1)).max())
+    torch.testing.assert_close(sums[0], expected[0], atol=error, rtol=0, equal_nan=True)
+    torch.testing.assert_close(sums[1], expected[1], equal_nan=True)
+    call(case, x, sums, dq=again, start=start)
+    assert dq.isfinite().all() and dq.equal(again), f"dq is not of the sums: {case!r}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_k", [64, 128])
+def test_rows_that_list_nothing(block_k: int) -> None:
+    """dq is 0, or what the accumulator and dq hold."""
+    case = Case(D=128, **LISTED, block=(128, block_k))
+    x = make_inputs(case)
+    lists = forward_lists(case)
+    for counts in (lists.mask_block_cnt, lists.full_block_cnt):
+        counts[:, :, 1::2] = 0
+    rows = tuple(sums.nan_to_num(0.5) for sums in row_sums(case, x, 64))
+    dq = torch.full_like(x.q, torch.nan)
+    call(case, x, rows, lists, dq=dq)
+    empty = torch.arange(case.T_q, device="cuda") // 128 % 2 == 1
+    assert dq.isfinite().all() and dq[:, empty].eq(0).all() and dq[:, ~empty].ne(0).any()
+    accum = torch.full(layout(case).shape, 3.0, device="cuda")
+    for add in (False, True):
+        dq = torch.full_like(x.q, 0.5 if add else torch.nan)
+        call(case, x, rows, lists, accum=accum, dq=dq, add=add)
+        alone = (3 * case.D**-0.5 + add * 0.5 * torch.ones_like(dq)).to(dq.dtype)
+        assert dq[:, empty].equal(alone[:, empty]) and dq.isfinite().all() and not dq[:, ~empty].equal(alone[:, ~empty])
+
+
+@pytest.mark.gpu
+def test_rows_that_are_not_used() -> None:
+    """Nothing is written past seqused_q, and what comes before does not change."""
+    x, used = make_inputs(TWO_TILES), (333, TWO_TILES.T_q)
+    rows = row_sums(TWO_TILES, x, 64)
+    whole, dq = (torch.full_like(x.q, torch.nan) for _ in range(2))
+    call(TWO_TILES, x, rows, dq=whole)
+    call(TWO_TILES, x, rows, dq=dq, seqused_q=torch.tensor(used, dtype=torch.int32, device="cuda"))
+    for b, rows_used in enumerate(used):
+        assert dq[b, :rows_used].equal(whole[b, :rows_used]) and dq[b, rows_used:].isnan().all()
+
+
+@pytest.mark.gpu
+def test_ctas_that_stay_and_ctas_that_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+
+    case = replace(BY_GROUP, T_q=3000, T_k=3000)
+    x = make_inputs(case)
+    rows = row_sums(case, x, 64)
+    found = []
+    for stay in (True, False):
+        monkeypatch.setattr(bwd_dq_interface, "has_short_rows", lambda lists, stay=stay: stay)
+        found.append(torch.full_like(x.q, torch.nan))
+        call(case, x, rows, dq=found[-1])
+    assert found[0].equal(found[1]) and found[0].isfinite().all()
+
+
+# The kernel without dq alone.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "loops", "deterministic"),
+    [(case, False, order) for case, order in in_order(WITHOUT_DQ, False, True)]
+    + [(case, True, order) for case, order in in_order(GROUPED + PLANNED, False, True)],
+    ids=str,
+)
+def test_dk_and_dv_of_one_pass(case: Case, loops: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel with dq adds the same products, in an order of its own; loops: over a group's heads."""
+    from flash_attn.cute.bwd_sm90 import two_pass
+
     x = make_inputs(case)
     o, lse = forward(case, x)
-    expected = backward(case, x, o, lse)
+    monkeypatch.setattr(two_pass, "LOOPS_OVER_GROUP", loops)
     _, *got = without_dq(case, x, o, lse, deterministic=deterministic)
-    assert_alike(got, expected[1:])
     if deterministic:
         assert_call_repeats(lambda: without_dq(case, x, o, lse, deterministic=True)[1:], 20)
+    _, *expected = backward(replace(case, plan=0, per_group=False) if case.per_group else case, x, o, lse)
+    assert_alike(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [WITHOUT_DQ[0], WITHOUT_DQ[10]], ids=str)
+def test_groups_add_to_accumulators_of_the_caller(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute.bwd_sm90 import two_pass
+    from flash_attn.cute.interface import _flash_attn_bwd
+    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, zeroed
+
+    monkeypatch.setattr(two_pass, "LOOPS_OVER_GROUP", True)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    _, *expected = without_dq(case, x, o, lse)
+    given = options(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True)
+    layout = backward_layout(x.q, x.k, x.v, **given)
+    rows = as_rows(o, x.do, lse, queries(case), layout.row_shape, layout.dq.start)
+    dk, dv = zeroed(layout.dk, layout.dv, device=x.q.device)
+    for _ in range(2):
+        _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **given, shared=SharedBackward(layout, *rows, None, dk, dv))
+    assert_alike(converted(case, x, layout, None, dk, dv)[1:], [2 * t for t in expected])
