@@ -63,32 +63,26 @@ class ShardLayout(NamedTuple):
         """Rows of a rank."""
         return sum(self.counts[chunk] for chunk in rank_chunks(rank, self.size, self.load_balance))
 
-    def chunks(self) -> Iterator[tuple[int, slice, slice]]:
-        """Each chunk's rank, its rows in the sequence, and its rows in the rank's shard."""
-        starts = (0, *accumulate(self.counts))
-        for rank in range(self.size):
-            first = 0
-            for chunk in rank_chunks(rank, self.size, self.load_balance):
-                end = first + self.counts[chunk]
-                yield rank, slice(starts[chunk], starts[chunk + 1]), slice(first, end)
-                first = end
-
     def pieces(self, ranges: Ranges, rank: int) -> Iterator[tuple[int, int, slice, int, slice]]:
         """Each part of a range that is in one chunk, where the range or the chunk is this rank's.
 
         Returns:
             (rank whose range it is, number of the range, rows in it; rank that holds the rows, rows in its shard).
         """
-        chunks = [*self.chunks()]
-        own = [each for each in chunks if each[0] == rank]
+        starts, chunks = (0, *accumulate(self.counts)), []  # rank, first row, end, first row in the shard
+        for holder in range(self.size):
+            first = 0
+            for chunk in rank_chunks(holder, self.size, self.load_balance):
+                chunks.append((holder, starts[chunk], starts[chunk + 1], first))
+                first += self.counts[chunk]
+        own = [chunk for chunk in chunks if chunk[0] == rank]
         for reader, of_rank in enumerate(ranges):
             for i, rows in enumerate(of_rank):
-                for holder, chunk, local in chunks if reader == rank else own:
-                    start, stop = max(rows.start, chunk.start), min(rows.stop, chunk.stop)
+                for holder, begin, end, first in chunks if reader == rank else own:
+                    start, stop = max(rows.start, begin), min(rows.stop, end)
                     if start < stop:
-                        first = local.start - chunk.start
-                        in_range = slice(start - rows.start, stop - rows.start)
-                        yield reader, i, in_range, holder, slice(start + first, stop + first)
+                        local = slice(first + start - begin, first + stop - begin)
+                        yield reader, i, slice(start - rows.start, stop - rows.start), holder, local
 
 
 def block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -> tuple[BlockRange, ...]:

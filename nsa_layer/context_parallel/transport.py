@@ -48,20 +48,21 @@ class Exchange:
             _add_up(out, addends, kernels=self.kernels)
         self._messages, self._works, self._sums = [], [], []
 
-    def gather(self, x: Tensor, layout: ShardLayout, ranges: Ranges | None = None) -> list[Tensor]:
-        """[B, rows, ...] for each of this rank's ranges, of all ranks' rows x [B, n, ...].
+    def gather(self, x: Tensor | Sequence[Tensor], layout: ShardLayout, ranges: Ranges | None = None) -> list[Tensor]:
+        """[B, rows, ...] for each of this rank's ranges, of all ranks' rows.
 
         Args:
+            x: this rank's rows [B, n, ...]; a sequence has those for each rank.
             ranges: of each rank; None: all rows.
         """
-        whole, rank = ranges is None, self.cp.rank
-        ranges = layout.all_rows if whole else ranges
-        buffers = [x.new_empty((len(x), rows.stop - rows.start, *x.shape[2:])) for rows in ranges[rank]]
+        rank, in_place = self.cp.rank, ranges is None and isinstance(x, Tensor)  # what is sent is in the buffer too
+        xs, ranges = [x] * self.cp.size if isinstance(x, Tensor) else x, ranges or layout.all_rows
+        buffers = [xs[0].new_empty((len(xs[0]), rows.stop - rows.start, *xs[0].shape[2:])) for rows in ranges[rank]]
         for reader, i, rows, holder, local in layout.pieces(ranges, rank):
-            if reader == holder == rank:
-                copy(buffers[i][:, rows], x[:, local])
+            if reader == holder:
+                copy(buffers[i][:, rows], xs[rank][:, local])
             elif holder == rank:
-                self._add(dist.isend, buffers[0][:, rows] if whole else contiguous(x[:, local]), reader)
+                self._add(dist.isend, buffers[0][:, rows] if in_place else contiguous(xs[reader][:, local]), reader)
             else:
                 self._add(dist.irecv, buffers[i][:, rows], holder)
         return buffers
@@ -75,48 +76,40 @@ class Exchange:
             addends: [B, rows, ...] for each of this rank's ranges.
             ranges: as for `gather`.
         """
-        addends, rank, received = [contiguous(x) for x in addends], self.cp.rank, []
-        for reader, i, rows, holder, local in layout.pieces(layout.all_rows if ranges is None else ranges, rank):
-            if reader == rank:
-                addend = addends[i][:, rows]
-                if holder != rank:
-                    self._add(dist.isend, addend, holder)
-            else:
-                addend = addends[0].new_empty((len(out), local.stop - local.start, *out.shape[2:]))
-                self._add(dist.irecv, addend, reader)
-            if holder == rank:
-                received.append((local, addend))
-        self._sums.append((out, received))
+        self._sums.append((out, self._scatter(addends, layout, ranges)))
 
     def to_heads(self, x: Tensor, layout: ShardLayout) -> Tensor:
         """This rank's rows x [B, n, R, h, ...], heads r to rank r -> all rows of this rank's heads, [B, N, h, ...]."""
-        rank, heads = self.cp.rank, x.unbind(2)
-        heads = [part if r == rank else contiguous(part) for r, part in enumerate(heads)]
-        whole = x.new_empty((len(x), layout.total, *x.shape[3:]))
-        for holder, rows, local in layout.chunks():
-            if holder != rank:
-                self._add(dist.irecv, whole[:, rows], holder)
-                continue
-            copy(whole[:, rows], heads[rank][:, local])
-            for peer in self._peers():
-                self._add(dist.isend, heads[peer][:, local], peer)
-        return whole
+        return self.gather(x.unbind(2), layout)[0]
 
     def to_tokens(self, x: Tensor, layout: ShardLayout) -> Tensor:
         """All rows x [B, N, h, ...] of this rank's heads -> this rank's rows of all heads, [B, n, R, h, ...]."""
-        x, rank = contiguous(x), self.cp.rank
+        rank = self.cp.rank
         buffer = x.new_empty((self.cp.size, len(x), layout.local(rank), *x.shape[2:]))
-        for holder, rows, local in layout.chunks():
-            if holder != rank:
-                self._add(dist.isend, x[:, rows], holder)
-                continue
-            copy(buffer[rank, :, local], x[:, rows])
-            for peer in self._peers():
-                self._add(dist.irecv, buffer[peer, :, local], peer)
+        for local, own in self._scatter([x], layout, into=buffer):
+            copy(buffer[rank, :, local], own)
         return buffer.movedim(0, 2)
 
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.cp.size) if peer != self.cp.rank]
+    def _scatter(
+        self, xs: Sequence[Tensor], layout: ShardLayout, ranges: Ranges | None = None, into: Tensor | None = None
+    ) -> Addends:
+        """This rank's rows of all ranks' tensors, arguments as for `reduce_scatter`.
+
+        Args:
+            into: [R, B, n, ...] takes the other ranks' rows, which are not returned then.
+        """
+        xs, rank, received = [contiguous(x) for x in xs], self.cp.rank, []
+        for reader, i, rows, holder, local in layout.pieces(ranges or layout.all_rows, rank):
+            if holder != rank:
+                self._add(dist.isend, xs[i][:, rows], holder)
+            elif reader == rank:
+                received.append((local, xs[i][:, rows]))
+            elif into is None:
+                received.append((local, xs[0].new_empty((len(xs[0]), local.stop - local.start, *xs[0].shape[2:]))))
+                self._add(dist.irecv, received[-1][1], reader)
+            else:
+                self._add(dist.irecv, into[reader, :, local], reader)
+        return received
 
     def _add(self, how: Callable[..., Any], x: Tensor, rank: int) -> None:
         for row in x.unbind():

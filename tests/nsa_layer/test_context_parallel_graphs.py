@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import MODES, OVERLAPPING, SMALL, by_ranks, in_steps, part_of, step
+from rank_cases import MODES, OVERLAPPING, SMALL, by_ranks, in_steps, part_of, shard, step
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nsa_layer import ContextParallel, NSAttention, nsa, selected_attention, shard_sequence
@@ -40,7 +40,7 @@ def test_graphs_have_exchanges(group: Any, counts: tuple[int, ...]) -> None:
         assert whole.equal(here) and some.equal(whole[:, ranges[cp.rank][0]])
         assert all(back[:, :, r].equal(x) for r in range(2))
         readers = [sum(at in range(8)[of[0]] for of in ranges) for at in range(8)]
-        own = [i for holder, chunk, _ in rows.chunks() if holder == cp.rank for i in range(8)[chunk]]
+        own = shard(torch.arange(8), rows, cp, 0).tolist()
         assert dx[0, :, 0].tolist() == [readers[i] for i in own]
 
 
