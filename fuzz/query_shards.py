@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, Saved, require_choice_by_token
+from nsa_layer.call import TENSORS, Aux, Call, Saved, require_choice_by_token
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.eager import pages as plain
+from nsa_layer.support import pages
 
 Tensor = torch.Tensor
 Attend = Callable[..., tuple[Tensor, Aux]]
@@ -29,8 +29,8 @@ def in_shards(attend: Attend, shards: Sequence[QueryShard]) -> Attend:
         shards: which together are all queries; in a batch those of one shard have one length.
     """
 
-    def joined(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
-        q, gates, block_indices = tensors.q, tensors.gates, tensors.block_indices
+    def joined(call: Call) -> tuple[Tensor, Aux]:
+        spec, q, gates, block_indices = call.spec, call.q, call.gates, call.block_indices
         lengths = spec.lengths or [q.shape[1]] * len(q)
         tile = spec.config.q_tile
         found = []
@@ -49,7 +49,7 @@ def in_shards(attend: Attend, shards: Sequence[QueryShard]) -> Attend:
             ]
             offset = torch.tensor([first for first, _ in shard], dtype=torch.int32, device=q.device)
             more = dict(q=cut[0], gates=cut[1], block_indices=cut[2], q_offset=offset)
-            found.append(attend(tensors._replace(**more, cu_seqlens=None), spec=own))
+            found.append(attend(call._replace(**more, cu_seqlens=None, spec=own)))
         # The shards' rows one after the other, and back to the order of all queries.
         order = torch.cat([_rows(s, lengths, spec.lengths is not None).to(q.device) for s in shards], dim=-1)
         back = order.argsort(dim=-1)
@@ -81,46 +81,37 @@ def _at_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x[rows] if rows.dim() == 1 else x[torch.arange(len(x), device=x.device)[:, None], rows]
 
 
-def attend(tensors: CallTensors, *, spec: CallSpec, backend: str) -> tuple[Tensor, Aux]:
-    if backend == "cute" and tensors.q_offset is not None and tensors.block_indices is None:
+def attend(call: Call, *, backend: str) -> tuple[Tensor, Aux]:
+    call = call._replace(cu_seqlens=None, spec=replace(call.spec, backend=backend))
+    spec = call.spec
+    if backend == "cute" and call.q_offset is not None and call.block_indices is None:
         require_choice_by_token(spec.config)
-    o, *saved = _Attend.apply(backend, spec, *tensors._replace(cu_seqlens=None))
-    return o, Saved(*saved).aux(tensors)
+    o, *saved = _Attend.apply(spec, *call.tensors)
+    return o, Saved(*saved).aux(call)
 
 
-def _plan(tensors: CallTensors) -> MemoryPlan:
-    return MemoryPlan(((0, tensors.k.shape[-2]),), (True,) * 3)
+def _plan(call: Call) -> MemoryPlan:
+    return MemoryPlan(((0, call.k.shape[-2]),), (True,) * 3)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, backend, spec, *given):
-        """given: of `CallTensors`."""
-        tensors, ctx.static = CallTensors(*given), (backend, spec)
-        if backend == "eager":
-            o, saved = plain.forward(tensors, spec=spec)
-        else:
-            from nsa_layer.cute import pages
-
-            with torch.cuda.device_of(tensors.q):
-                how = dict(spec=spec, plan=_plan(tensors), backward=any(ctx.needs_input_grad))
-                o, saved = pages.forward(tensors, **how)
+    def forward(ctx, spec, *tensors):
+        call, ctx.spec = Call(*tensors, spec), spec
+        with torch.cuda.device_of(call.q):
+            backward = any(ctx.needs_input_grad)
+            o, saved = pages(spec.backend).forward(call, plan=_plan(call), backward=backward)
         ctx.save_for_backward(*tensors, *saved)
         ctx.mark_non_differentiable(*(x for x in saved if x is not None))
         return o, *saved
 
     @staticmethod
     def backward(ctx, do, *_):
-        backend, spec = ctx.static
-        count = len(CallTensors._fields)
+        spec, count = ctx.spec, len(TENSORS)
 
         def found(do, *given):
-            tensors, saved = CallTensors(*given[:count]), Saved(*given[count:])
-            if backend == "eager":
-                return plain.backward(tensors, saved, do, spec=spec)
-            from nsa_layer.cute import pages
-
+            call, saved = Call(*given[:count], spec), Saved(*given[count:])
             with torch.cuda.device_of(do):
-                return pages.backward(tensors, saved, do, spec=spec, plan=_plan(tensors))
+                return pages(spec.backend).backward(call, saved, do, plan=_plan(call))
 
-        return None, None, *first_derivatives(found, do, *ctx.saved_tensors), None, None, None, None
+        return None, *first_derivatives(found, do, *ctx.saved_tensors), None, None, None, None

@@ -8,7 +8,7 @@ import torch
 
 from nsa_layer import autocast, operators, support
 from nsa_layer.asserted import assert_numbers
-from nsa_layer.call_spec import Aux, CallTensors
+from nsa_layer.call import Aux, Call
 from nsa_layer.checks import check_inputs, lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
@@ -98,58 +98,39 @@ def nsa(
 
     Source: arXiv:2502.11089; for differences see the README.
     """
-    own = (k_cmp, v_cmp, k_win, v_win)
-    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
-    tensors = CallTensors(q, k, v, *weights, *own, cu_seqlens, block_indices)
-    tensors = CallTensors(*autocast.cast(*tensors.differentiable), cu_seqlens, lists_in_int32(block_indices))
-    (q, k, v), block_indices = tensors[:3], tensors.block_indices
-    call = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
+    given = (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight, k_cmp, v_cmp, k_win, v_win)
+    call = Call(*autocast.cast(*given), cu_seqlens, lists_in_int32(block_indices))
+    static = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
     if cp is not None:
-        checks = partial(_check_options, tensors, **options), partial(check_shard, tensors, cp, **call)
-        check_same_on_all_ranks(cp, checks, ragged=RAGGED, **tensors.arguments(), **call, **options)
-    _check_options(tensors, **options)
-    if cp is not None:
-        better = backend != "reference" and gather.is_better(cp, tensors, config)
-        if cp.mode_of(k.shape[-2], gather=better) == "heads":
-            return heads.attend_layer(nsa, cp, tensors, call, **options)
+        checks = partial(_check_options, call, **options), partial(check_shard, call, cp, **static)
+        check_same_on_all_ranks(cp, checks, ragged=RAGGED, **call.arguments(), **static, **options)
+    _check_options(call, **options)
     if cp is None:
-        spec = check_inputs(tensors, **call, backend=backend, validate=validate)
+        spec = check_inputs(call, **static, backend=backend, validate=validate)
     else:
-        spec, _ = check_shard(tensors, cp, **call)
-    if validate and cp is None and q.is_cuda and torch.compiler.is_compiling():
-        assert_numbers(q, k, block_indices, cu_seqlens, q_tile=config.q_tile, max_seqlen=max_seqlen)
-    needs_grad = tensors.needs_grad
-    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    spec = spec.in_force()
-    name = support.choose_backend(
-        backend,
-        **sizes,
-        config=spec.config,
-        needs_grad=needs_grad,
-        lists=None if block_indices is None else "given",
-        own_keys=any(x is not None for x in own),
-        rows=tensors.q_heads_per_list,
-    )
-    support.refuse_packed_graph(name, packed=cu_seqlens is not None)
-    how = dict(spec=spec, memory=memory, needs_grad=needs_grad, return_aux=return_aux)
-    with autocast.off(q.device):
+        better = backend != "reference" and gather.is_better(cp, call, config)
+        if cp.mode_of(call.k.shape[-2], gather=better) == "heads":
+            return heads.attend_layer(nsa, cp, call, static, **options)
+        spec, _ = check_shard(call, cp, **static)
+    call = support.on_backend(backend, call._replace(spec=spec))
+    if validate and cp is None and call.q.is_cuda and torch.compiler.is_compiling():
+        assert_numbers(call, max_seqlen=max_seqlen)
+    with autocast.off(call.q.device):
         if cp is not None:
-            o, aux = gather.attend(cp, name, tensors, spec=spec, memory=memory, return_aux=return_aux)
-        elif name == "reference":
+            o, aux = gather.attend(cp, call, memory=memory, return_aux=return_aux)
+        elif call.spec.backend == "reference":
             from nsa_layer import reference
 
-            o, aux = reference.attend(tensors, spec=spec)
+            o, aux = reference.attend(call)
         else:
-            o, aux = operators.attend(tensors, backend=name, **how)
+            o, aux = operators.attend(call, memory=memory, return_aux=return_aux)
     return (o, aux) if return_aux else o
 
 
-def _check_options(
-    tensors: CallTensors, *, backend: str | None, memory: MemoryPolicy, return_aux: bool, validate: bool
-) -> None:
+def _check_options(call: Call, *, backend: str | None, memory: MemoryPolicy, return_aux: bool, validate: bool) -> None:
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
     require_bools(return_aux=return_aux, validate=validate)
     if backend != "reference":
-        refuse_transforms(*tensors)
+        refuse_transforms(*call.tensors)

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import torch
 
-Tensor = torch.Tensor
+from nsa_layer.call import Call
 
 
-def assert_numbers(
-    q: Tensor,
-    k: Tensor,
-    block_indices: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    q_tile: int,
-    max_seqlen: int | None = None,
-) -> None:
-    """Assert that starts are starts, and that there is a list for each tile; arguments as in `nsa`.
+def assert_numbers(call: Call, *, max_seqlen: int | None = None) -> None:
+    """Assert that starts on q's device are starts, and that there is a list for each tile; `max_seqlen` as in `nsa`.
 
     Starts on the CPU are left to the operators, which read them.
-
-    Args:
-        cu_seqlens_k: starts of k, where they are not those of q.
     """
+    (q, k), cu_seqlens, cu_seqlens_k = call[:2], call.cu_seqlens, call.cu_seqlens_k
+    block_indices, q_tile = call.block_indices, call.config.q_tile
     for name, starts, x in (("cu_seqlens", cu_seqlens, q), ("cu_seqlens_k", cu_seqlens_k, k)):
         if starts is not None and starts.device == q.device:
             lengths = starts.diff()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_layer import checks
-from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, require_choice_by_token
+from nsa_layer.call import DIFFERENTIABLE, CallSpec, require_choice_by_token
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.derivatives import is_transformed
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_layer import support
-from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors
+from nsa_layer.call import DIFFERENTIABLE, Call, CallSpec
 from nsa_layer.config import LARGEST, NSAConfig, require_bools
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -142,26 +142,24 @@ def check_groups(sizes: dict[str, int], of: str = "k") -> None:
         raise ValueError(f"q's heads must be a multiple of {of}'s, got {sizes['Hq']} and {sizes['Hkv']}")
 
 
-def check_inputs(
-    tensors: CallTensors, *, backend: str | None = "reference", validate: bool = True, **options: Any
-) -> CallSpec:
+def check_inputs(call: Call, *, backend: str | None = "reference", validate: bool = True, **options: Any) -> CallSpec:
     """Check every argument of `nsa` and return the static side of the call; in a graph, without packed lengths.
 
     Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none. None
     either without ``validate``, where kernels can do without lengths: the call then has a bound of them.
     """
-    if tensors.cu_seqlens is not None or tensors.block_indices is not None or torch.compiler.is_compiling():
-        return _check(tensors, backend, validate, **options)
+    if call.cu_seqlens is not None or call.block_indices is not None or torch.compiler.is_compiling():
+        return _check(call, backend, validate, **options)
     try:
         seen = (
-            *[None if t is None else (t.shape, t.dtype, t.device, t.stride(-1)) for t in tensors.differentiable],
+            *[None if t is None else (t.shape, t.dtype, t.device, t.stride(-1)) for t in call.differentiable],
             *((type(x), x) for x in options.values()),
         )
         spec = _passed.get(seen)
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        return _check(tensors, **options)  # raises: such arguments are never accepted
+        return _check(call, **options)  # raises: such arguments are never accepted
     if spec is None:
-        spec = _check(tensors, **options)
+        spec = _check(call, **options)
         if len(_passed) >= CAPACITY:
             _passed.clear()
         _passed[seen] = spec
@@ -169,7 +167,7 @@ def check_inputs(
 
 
 def _check(
-    tensors: CallTensors,
+    call: Call,
     backend: str | None = "reference",
     validate: bool = True,
     *,
@@ -178,13 +176,13 @@ def _check(
     max_seqlen: int | None,
     causal: bool,
 ) -> CallSpec:
-    q, k, v, cu_seqlens, block_indices = *tensors[:3], tensors.cu_seqlens, tensors.block_indices
+    q, k, v, cu_seqlens, block_indices = *call[:3], call.cu_seqlens, call.block_indices
     require_config(config)
     require_bools(causal=causal)
     packed, count = cu_seqlens is not None, config.compressed_length
     sizes, layout = check_qkv(q, k, v, packed=packed)
     leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q)
-    check_exclusive(tensors)
+    check_exclusive(call)
     lengths = check_packed_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
     if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
@@ -193,10 +191,10 @@ def _check(
         sizes["Tc"] = count(sizes["T"])
     elif lengths is not None:
         sizes["blocks"] = sum(map(count, lengths))
-    if tensors.has_own_window and not config.window_size:
+    if call.has_own_window and not config.window_size:
         raise ValueError("k_win and v_win must be None where there is no window, got one with window_size=0")
     for name in DIFFERENTIABLE[3:]:
-        check_tensor(name, getattr(tensors, name), q, sizes, layout)
+        check_tensor(name, getattr(call, name), q, sizes, layout)
     if block_indices is not None:
         of = lengths if packed else q.shape[1:2]
         check_lists(block_indices, q, sizes["Hkv"], None if of is None else [*map(config.num_tiles, of)], packed=packed)

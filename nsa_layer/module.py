@@ -12,7 +12,7 @@ from torch import nn
 from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.block_mlp import BlockMLP, Compressors, compress_blocks, compressed
-from nsa_layer.call_spec import Aux
+from nsa_layer.call import Aux
 from nsa_layer.checks import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import (
-    SELECTED_ALONE,
+from nsa_layer.call import (
     Aux,
-    CallSpec,
-    CallTensors,
+    Call,
     accumulation_dtype,
     mean_scale,
     require_choice_by_token,
@@ -243,24 +241,24 @@ def gate_values(
     return torch.einsum("...hd,hid->...hi", q.to(dtype), gate_weight.to(dtype)).sigmoid()
 
 
-def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
+def attend(call: Call) -> tuple[torch.Tensor, Aux]:
     """The whole operator.
 
     Args:
-        tensors: shapes as in `nsa`, packed with ``spec.lengths``; ``cu_seqlens`` is not read. With ``q_offset`` keys
+        call: shapes as in `nsa`, packed with ``spec.lengths``; ``cu_seqlens`` is not read. With ``q_offset`` keys
             have a length of their own, packed ``spec.lengths_k``. Lists of the caller replace the selection.
 
     Returns:
         o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
     """
-    branches, lses, block_indices = attend_branches(tensors, spec=spec)
-    g = gate_values(tensors.q, tensors.gate_weight, tensors.gates)
+    branches, lses, block_indices = attend_branches(call)
+    g = gate_values(call.q, call.gate_weight, call.gates)
     o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches))
-    return o.to(tensors.q.dtype), Aux(block_indices, g.detach(), *(lse.detach() for lse in lses))
+    return o.to(call.q.dtype), Aux(block_indices, g.detach(), *(lse.detach() for lse in lses))
 
 
 def attend_branches(
-    tensors: CallTensors, *, spec: CallSpec
+    call: Call,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """The branches of ``spec`` before the gate; arguments as for `attend`, or as `selected_attention` has checked them.
 
@@ -268,16 +266,16 @@ def attend_branches(
         Their outputs, shaped like that of `attend`, without a window two; their LSEs, with one for no window, and the
         selected blocks, shaped as in `Aux`; the LSEs are differentiable here.
     """
-    packed, sequences = spec.lengths is not None, list(tensors.sequences(spec))
-    width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else tensors.k.shape[1])
-    if tensors.q_offset is None:
+    spec, packed, sequences = call.spec, call.spec.lengths is not None, list(call.sequences())
+    width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else call.k.shape[1])
+    if call.q_offset is None:
         offsets = [len(x.k) - len(x.q) for x in sequences]
     else:
-        offsets = tensors.q_offset.tolist()
-        if tensors.block_indices is None:
+        offsets = call.q_offset.tolist()
+        if call.block_indices is None:
             require_choice_by_token(spec.config)
     pairs = zip(sequences, offsets, strict=True)
-    results = [_attend_sequence(x, spec, width, q_offset) for x, q_offset in pairs if len(x.q)]
+    results = [_attend_sequence(x, width, q_offset) for x, q_offset in pairs if len(x.q)]
     branches, lses, lists = zip(*results, strict=True)
     branches = [(torch.cat if packed else torch.stack)(o) for o in zip(*branches, strict=True)]
     lses = [torch.cat(lse, dim=-1) if packed else torch.stack(lse) for lse in zip(*lses, strict=True)]
@@ -285,17 +283,18 @@ def attend_branches(
 
 
 def _attend_sequence(
-    tensors: CallTensors, spec: CallSpec, width: int, q_offset: int
+    call: Call, width: int, q_offset: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """The branches' outputs and LSEs, and the selected blocks [M, Hs, width], for one sequence [T, H, D]."""
-    q, k, v, block_indices, k_cmp, v_cmp = *tensors[:3], tensors.block_indices, tensors.k_cmp, tensors.v_cmp
-    config, T, S, scale = spec.config, q.shape[0], k.shape[0], dict(softmax_scale=spec.softmax_scale)
+    q, k, v, block_indices, k_cmp, v_cmp = *call[:3], call.block_indices, call.k_cmp, call.v_cmp
+    spec, config, T, S = call.spec, call.config, q.shape[0], k.shape[0]
+    scale = dict(softmax_scale=spec.softmax_scale)
     static = dict(config=config, causal=spec.causal, q_offset=q_offset)
-    if spec.branches == SELECTED_ALONE:
+    if call.alone:
         o, lse = attention(q, k, v, selected_mask(block_indices, T, **static, S=S), **scale)
         return [o], [lse], block_indices
-    k_cmp = compress(k, tensors.compress_k_weight, config=config) if k_cmp is None else k_cmp
-    v_cmp = compress(v, tensors.compress_v_weight, config=config) if v_cmp is None else v_cmp
+    k_cmp = compress(k, call.compress_k_weight, config=config) if k_cmp is None else k_cmp
+    v_cmp = compress(v, call.compress_v_weight, config=config) if v_cmp is None else v_cmp
     if block_indices is None:
         scored = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
         scores = selection_scores(q, scored, **static, S=S, **scale)
@@ -303,14 +302,14 @@ def _attend_sequence(
     masked = (
         (k_cmp.to(k.dtype), v_cmp.to(v.dtype), compressed_mask(T, k_cmp.shape[0], **static, device=q.device)),
         (k, v, selected_mask(block_indices, T, **static, S=S)),
-        (*tensors.of_window, window_mask(T, **static, S=S, device=q.device)),
+        (*call.of_window, window_mask(T, **static, S=S, device=q.device)),
     )
     results = [attention(q, keys, values, mask, **scale) for keys, values, mask in masked]
     # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
     return [o for o, _ in results[: config.num_branches]], [lse for _, lse in results], block_indices
 
 
-def attend_selected(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_selected(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """o and the differentiable LSE, shaped as of `attend`, of the selected branch alone."""
-    (o,), (lse,), _ = attend_branches(tensors, spec=spec)
+    (o,), (lse,), _ = attend_branches(call)
     return o, lse

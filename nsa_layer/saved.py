@@ -6,47 +6,45 @@ from collections.abc import Sequence
 
 import torch
 
-from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors, Saved, accumulation_dtype, lse_shape
+from nsa_layer.call import Call, Saved, accumulation_dtype, lse_shape
 from nsa_layer.support import reads_unions
 
 Tensor, Shape = torch.Tensor, tuple[int, ...]
 
 
-def saved_shapes(
-    tensors: CallTensors, *, spec: CallSpec, kept: Sequence[bool], backend: str = "cute", exact: bool = False
-) -> Saved:
+def saved_shapes(call: Call, *, kept: Sequence[bool], exact: bool = False) -> Saved:
     """(shape, dtype) in the place of each tensor, for all heads; None where there is nothing.
 
     Args:
         exact: for the lengths of ``spec``; otherwise with the capacity for any.
     """
-    (q, k, v), config, lead = tensors[:3], spec.config, tensors.q.shape[:-3]
+    (q, k, v), spec, config, lead = call[:3], call.spec, call.config, call.q.shape[:-3]
     Hkv, D, Dv, exactly, whole = k.shape[-2], q.shape[-1], v.shape[-1], accumulation_dtype(q.dtype), torch.int32
     lse = (lse_shape(q), exactly)
-    if spec.branches == SELECTED_ALONE:
+    if call.alone:
         return Saved(lse_slc=lse)
-    tiles, blocks, n = _counts(tensors, spec, exact=exact)
+    tiles, blocks, n = _counts(call, exact=exact)
     found = dict(lse_cmp=lse, lse_slc=lse, lse_swa=lse if config.window_size else None)
-    if tensors.gate != "none":
+    if call.gate != "none":
         found["g"] = ((*q.shape[:-1], 3), exactly)
-    if tensors.block_indices is None:
+    if call.block_indices is None:
         found["block_indices"] = ((*lead, tiles, q.shape[-2] if config.rule == "seed" else Hkv, n), whole)
-    if backend != "cute":
+    if spec.backend != "cute":
         return Saved(**found)
     if not reads_unions(config, listed=spec.listed):
         found["block_counts"] = ((*lead, Hkv, tiles), whole)
     for name, size in (("k", D), ("v", Dv)):
-        if getattr(tensors, f"{name}_cmp") is None:
+        if getattr(call, f"{name}_cmp") is None:
             found[f"{name}_cmp"] = ((*lead, blocks, Hkv, size), q.dtype)
-            if getattr(tensors, f"compress_{name}_weight") is not None:
+            if getattr(call, f"compress_{name}_weight") is not None:
                 found[f"{name}_mean"] = ((*lead, blocks, Hkv, size), exactly)
     outputs = zip(("o_cmp", "o_slc", "o_swa"), (*kept[:2], kept[2] and config.window_size > 0))
     return Saved(**found | {name: ((*q.shape[:-1], Dv), q.dtype) for name, keep in outputs if keep})
 
 
-def _counts(tensors: CallTensors, spec: CallSpec, *, exact: bool) -> tuple[int, int, int]:
+def _counts(call: Call, *, exact: bool) -> tuple[int, int, int]:
     """Tiles, compressed blocks and chosen blocks of a tile, as for `saved_shapes`."""
-    config, cu_seqlens, (tokens, keys) = spec.config, tensors.cu_seqlens, (x.shape[-3] for x in tensors[:2])
+    spec, config, cu_seqlens, (tokens, keys) = call.spec, call.config, call.cu_seqlens, (x.shape[-3] for x in call[:2])
     if exact and spec.lengths is not None:
         tiles, blocks = sum(map(config.num_tiles, spec.lengths)), sum(map(config.compressed_length, spec.key_lengths))
         return tiles, blocks, config.list_width(max(spec.key_lengths))
@@ -57,15 +55,13 @@ def _counts(tensors: CallTensors, spec: CallSpec, *, exact: bool) -> tuple[int, 
     return tiles, max(0, blocks) if isinstance(blocks, int) else torch.sym_max(0, blocks), n
 
 
-def exact_saved(
-    saved: Sequence[Tensor | None], tensors: CallTensors, *, spec: CallSpec, kept: Sequence[bool], backend: str
-) -> Saved:
-    """What was saved with any capacity, cut to the lengths of ``spec``: first rows and columns, contiguous."""
+def exact_saved(saved: Sequence[Tensor | None], call: Call, *, kept: Sequence[bool]) -> Saved:
+    """What was saved with any capacity, cut to the lengths of the call: first rows and columns, contiguous."""
 
     def cut(x: Tensor, shape: Shape) -> Tensor:
         return x if x.shape == shape else x[tuple(map(slice, shape))].contiguous()
 
-    shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend, exact=True)
+    shapes = saved_shapes(call, kept=kept, exact=True)
     return Saved(*(None if of is None else cut(x, of[0]) for x, of in zip(saved, shapes, strict=True)))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nsa_layer import autocast, operators, support
 from nsa_layer.asserted import assert_numbers
-from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors
+from nsa_layer.call import SELECTED_ALONE, Call, CallSpec
 from nsa_layer.checks import (
     check_lengths,
     check_lists,
@@ -21,7 +21,7 @@ from nsa_layer.checks import (
     leaves_starts_on_gpu,
     lists_in_int32,
 )
-from nsa_layer.config import WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
+from nsa_layer.config import WIDEST_TILE, ListConfig, require_bools, require_int
 from nsa_layer.context_parallel import selected as context_parallel
 from nsa_layer.context_parallel.checks import check_list_shard, check_same_on_all_ranks
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -103,8 +103,7 @@ def selected_attention(
     for check in checks:
         check()
     if cp is not None:
-        name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
-        return context_parallel.attend(selected_attention, cp, **named, **static, name=name)
+        return context_parallel.attend(selected_attention, cp, **named, **static)
     if cu_seqlens is None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
@@ -128,9 +127,9 @@ def selected_attention(
     config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
     static = dict(lengths=of_q, lengths_k=of_k, listed=True, bound=bound, branches=SELECTED_ALONE)
     spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), **static)
-    check_lists(block_indices, q, k.shape[-2], spec.num_lists(q) if known else None, packed=packed)
-    if validate and q.is_cuda and torch.compiler.is_compiling():
-        assert_numbers(q, k, block_indices, cu_seqlens, cu_seqlens_k, q_tile=q_tile)
+    starts = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call = Call(q, k, v, **starts, block_indices=block_indices, spec=spec)
+    check_lists(block_indices, q, k.shape[-2], call.num_lists if known else None, packed=packed)
     sequences = cu_seqlens.shape[0] - 1 if packed else q.shape[0]
     if q_offset is None or isinstance(q_offset, Tensor):
         check_tensor("q_offset", q_offset, q, dict(sequences=sequences), layout)
@@ -138,30 +137,20 @@ def selected_attention(
         require_int("q_offset", q_offset, least=0)
     if backend == "reference" or q_offset is None:  # operators of other backends read it
         check_positions(q_offset, zip(of_q or q.shape[-3:-2], of_k or k.shape[-3:-2]), causal=causal)
-    name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
-    support.refuse_packed_graph(name, packed=packed)
+    call = support.on_backend(backend, call)
     if isinstance(q_offset, int):
         q_offset = torch.full((sequences,), q_offset, dtype=torch.int32, device=q.device)
-    starts = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-    tensors = CallTensors(q, k, v, **starts, block_indices=block_indices, q_offset=q_offset)
+    call = call._replace(q_offset=q_offset)
+    if validate and q.is_cuda and torch.compiler.is_compiling():
+        assert_numbers(call)
     with autocast.off(q.device):
-        if name == "reference":
+        if call.spec.backend == "reference":
             from nsa_layer import reference
 
-            o, lse = reference.attend_selected(tensors, spec=spec)
+            o, lse = reference.attend_selected(call)
         else:
-            o, lse = operators.attend(tensors, spec=spec, backend=name)
+            o, lse = operators.attend(call)
     return (o, lse.detach()) if return_lse else o
-
-
-def _backend_of(
-    backend: str | None, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, deterministic: bool
-) -> str:
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
-    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    rows = q.shape[-2] // block_indices.shape[-2]
-    return support.choose_backend(backend, **sizes, **asked, lists="alone", rows=rows)
 
 
 def _tile_of(block_indices: Tensor, lengths: Sequence[int], packed: bool) -> int:

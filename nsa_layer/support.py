@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
 
+from nsa_layer.call import Call
 from nsa_layer.config import NSAConfig
 
 BACKENDS = {
@@ -206,12 +207,6 @@ def has_kernels(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and kernel_family(device_arch(x.device.index)) in ARCHITECTURES
 
 
-def refuse_packed_graph(backend: str, *, packed: bool) -> None:
-    """Raise NotImplementedError for the reference with packed sequences, whose lengths it reads, in a graph."""
-    if backend == "reference" and packed and torch.compiler.is_compiling():
-        raise NotImplementedError("backend='reference' reads cu_seqlens, so that a graph takes no packed sequences")
-
-
 @lru_cache(maxsize=1024)
 def missing_feature(request: Request) -> str | None:
     """The first thing asked for that the kernels lack on this architecture, or None."""
@@ -251,3 +246,15 @@ def choose_backend(backend: str | None, *, device: torch.device, **call: object)
         call = f"dtype={r.dtype}, D={r.D}, Dv={r.Dv}, {r.config}"
         raise NotImplementedError(f"sm_{arch}: the kernels do not support {missing} ({call}); backend='eager' does")
     return "cute"
+
+
+def on_backend(backend: str | None, call: Call) -> Call:
+    """The call as it runs: deterministic where PyTorch asks for it, on the backend of `choose_backend`."""
+    q, v, spec = call.q, call.v, call.spec.in_force()
+    if backend == "reference" and call.cu_seqlens is not None and torch.compiler.is_compiling():
+        raise NotImplementedError("backend='reference' reads cu_seqlens, so that a graph takes no packed sequences")
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1], rows=call.q_heads_per_list)
+    lists = "alone" if call.alone else "given" if spec.listed else None
+    asked = dict(needs_grad=call.needs_grad, lists=lists, own_keys=any(x is not None for x in call[7:11]))
+    name = choose_backend(backend, config=spec.config, **sizes, **asked)
+    return call._replace(spec=spec if name == spec.backend else replace(spec, backend=name))

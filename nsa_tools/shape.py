@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nsa_layer.call_spec import CallSpec, CallTensors, Signature
+from nsa_layer.call import Call, CallSpec, Signature
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 from nsa_layer.warm_up.api import argument_shapes
@@ -79,8 +79,8 @@ class Shape:
         lengths = self.lengths, self.lengths_k
         return CallSpec(self.config, self.causal, self.D**-0.5, *lengths, listed=self.lists is not None)
 
-    def tensors(self) -> CallTensors:
-        """The arguments, without values, lists of the caller's and offsets of the queries included."""
+    def call(self) -> Call:
+        """The call, without values, lists of the caller's and offsets of the queries included."""
         shapes = {name: (shape, self.dtype) for name, shape in self.tensor_shapes().items()}
         if self.lists is not None:
             tiles = [self.config.num_tiles(T) for T in self.lengths or (self.T,)]
@@ -88,7 +88,8 @@ class Shape:
             shapes["block_indices"] = ((*lead, *self.lists), torch.int32)
         if self.keys is not None:
             shapes["q_offset"] = ((len(self.lengths or range(self.B)),), torch.int32)
-        return CallTensors(**{name: torch.empty(of, dtype=kind, device="meta") for name, (of, kind) in shapes.items()})
+        tensors = {name: torch.empty(of, dtype=kind, device="meta") for name, (of, kind) in shapes.items()}
+        return Call(**tensors, spec=self.spec())
 
     def request(self) -> dict[str, object]:
         """Fields of `support.Request`, but the architecture."""
@@ -96,12 +97,12 @@ class Shape:
 
     def sizes(self) -> Sizes:
         """The sizes that predictions of memory depend on."""
-        return Sizes.of(self.tensors(), spec=self.spec(), needs_grad=self.backward)
+        return Sizes.of(self.call(), needs_grad=self.backward)
 
     def signature(self) -> Signature:
         """The call without its numbers, as a compile job."""
         plan = plan_memory(self.sizes(), self.policy, torch.device("cpu"))
-        return Signature.of(self.tensors()._asdict(), self.spec(), plan, backward=self.backward)
+        return Signature.of(self.call()._asdict(), self.spec(), plan, backward=self.backward)
 
     def describe(self) -> str:
         """The shape in one line."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import (
     check_inputs,
     check_lengths,
@@ -98,7 +98,7 @@ def check_same_on_all_ranks(
 
 
 def check_shard(
-    tensors: CallTensors, cp: ContextParallel, *, read: bool = True, **options: Any
+    call: Call, cp: ContextParallel, *, read: bool = True, **options: Any
 ) -> tuple[CallSpec, dict[str, ShardLayout]]:
     """Check a rank's arguments of `nsa` as shards of a whole call.
 
@@ -113,7 +113,7 @@ def check_shard(
         TypeError, ValueError: an argument is bad, or the mode does not fit.
     """
     config = options["config"]
-    (q, k, v), starts, packed = tensors[:3], tensors.cu_seqlens, tensors.cu_seqlens is not None
+    (q, k, v), starts, packed = call[:3], call.cu_seqlens, call.cu_seqlens is not None
     check_qkv(q, k, v, packed=packed)
     cp.mode_of(k.shape[-2])
     require_config(config)
@@ -122,14 +122,14 @@ def check_shard(
         layouts[TILES] = layouts[TOKENS]
     total, chunk = q.shape[-3] * cp.size, q.shape[-3] // len(cp.chunks)
     if packed and (torch.compiler.is_compiling() or not read):
-        listed, scale = tensors.block_indices is not None, check_scale(options["softmax_scale"], q.shape[-1])
+        listed, scale = call.block_indices is not None, check_scale(options["softmax_scale"], q.shape[-1])
         return CallSpec(config, options["causal"], scale, listed=listed), layouts
     lengths = (total,)
     if packed:
         check_starts(starts)
         starts = starts.cpu()
         lengths = whole_lengths(starts, q, cp)
-    if tensors.k_cmp is not None or tensors.v_cmp is not None:
+    if call.k_cmp is not None or call.v_cmp is not None:
         layouts[BLOCKS] = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
     if config.q_tile > 1:
         layouts[TILES] = ShardLayout.of_blocks(cp, lengths, chunk, 1, config.q_tile)
@@ -149,8 +149,8 @@ def check_shard(
             raise ValueError(f"{name} must have this rank's {KINDS[name]}, {lead}, first, got shape {tuple(x.shape)}")
         return resized(x, layout.total)
 
-    stand_ins = {name: whole(name, getattr(tensors, name)) for name in (*WEIGHTS, *KINDS)}
-    return check_inputs(tensors._replace(**stand_ins, cu_seqlens=starts), **options), layouts
+    stand_ins = {name: whole(name, getattr(call, name)) for name in (*WEIGHTS, *KINDS)}
+    return check_inputs(call._replace(**stand_ins, cu_seqlens=starts), **options), layouts
 
 
 def check_list_shard(

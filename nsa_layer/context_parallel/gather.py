@@ -13,15 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer import autocast
-from nsa_layer.call_spec import (
-    DIFFERENTIABLE,
-    SELECTED_ALONE,
-    Aux,
-    CallSpec,
-    CallTensors,
-    Saved,
-    require_choice_by_token,
-)
+from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, Saved, require_choice_by_token
 from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW, GatherLoop
@@ -38,13 +30,13 @@ Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on this mode was measured to be faster than "heads"
 
 
-def is_better(cp: ContextParallel, tensors: CallTensors, config: NSAConfig) -> bool:
+def is_better(cp: ContextParallel, call: Call, config: NSAConfig) -> bool:
     """True if this mode is better than "heads", where both fit: outside graphs, in long calls of which it sends less.
 
     Each of R ranks sends a share of (R - 1) / R: with "heads" of q, k, v, o and their gradients of its own tokens, with
     "gather" of k and v of all tokens, twice, and of their gradients once.
     """
-    (q, k), starts = tensors[:2], tensors.cu_seqlens
+    (q, k), starts = call[:2], call.cu_seqlens
     if dispatcher_sees(q) or not config.by_token or (starts is not None and starts.is_cuda):
         return False
     Hq, Hkv = q.shape[-2], k.shape[-2]
@@ -53,26 +45,24 @@ def is_better(cp: ContextParallel, tensors: CallTensors, config: NSAConfig) -> b
 
 def attend(
     cp: ContextParallel,
-    backend: str,
-    tensors: CallTensors,
+    call: Call,
     *,
-    spec: CallSpec,
     memory: MemoryPolicy = MemoryPolicy(),
     return_aux: bool = True,
 ) -> tuple[Tensor, Aux | Tensor | None]:
     """`nsa` on a rank's queries, or `selected_attention`, which gives the LSE; arguments as have been checked.
 
     Args:
-        spec: of the whole call.
+        call: this rank's tensors, and the spec of the whole call.
 
     Raises:
         NotImplementedError: the backend is the reference; queries choose by tile, or have lists of tiles that chunks
             cut; or a graph would have to know lengths.
     """
-    if backend == "reference":
+    if call.spec.backend == "reference":
         raise NotImplementedError("cp: mode='gather' with backend='reference'")
-    in_graph, packed, config = dispatcher_sees(tensors.q), tensors.cu_seqlens is not None, spec.config
-    q, lists, kept, alone = tensors.q, tensors.block_indices, (False,) * 3, spec.branches == SELECTED_ALONE
+    in_graph, packed, spec, config = dispatcher_sees(call.q), call.cu_seqlens is not None, call.spec, call.config
+    q, lists, kept = call.q, call.block_indices, (False,) * 3
     chunk = q.shape[-3] // len(cp.chunks)
     if lists is None:
         require_choice_by_token(config, "cp with mode='gather'")
@@ -80,42 +70,42 @@ def attend(
         raise NotImplementedError(
             f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"
         )
-    if in_graph and packed and (tensors.k_cmp is not None or tensors.v_cmp is not None):
+    if in_graph and packed and (call.k_cmp is not None or call.v_cmp is not None):
         raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
-    if tensors.has_own_window:
-        window = (x if own is not None else x.view_as(x) for x, own in zip(tensors.of_window, tensors[9:11]))
-        tensors = tensors._replace(**dict(zip(WINDOW, window)))
+    if call.has_own_window:
+        window = (x if own is not None else x.view_as(x) for x, own in zip(call.of_window, call[9:11]))
+        call = call._replace(**dict(zip(WINDOW, window)))
     starts = None
     if packed:  # read when the call runs: a copy, since the caller may refill its own
-        starts = starts_of_lengths(spec.lengths) if spec.lengths else tensors.cu_seqlens.to("cpu", copy=True)
-    tensors = tensors._replace(cu_seqlens=starts)
-    if backend == "cute" and not alone:
-        kept = kept_of_shard(tensors, q.shape[-3] * cp.size, memory, spec=spec, queries=q.shape[-3])
-    static = (*static_arguments(spec).values(), backend, kept, tensors.needs_grad, *static_of(cp))
-    o, *saved = _Attend.apply(static, *tensors)
+        starts = starts_of_lengths(spec.lengths) if spec.lengths else call.cu_seqlens.to("cpu", copy=True)
+    call = call._replace(cu_seqlens=starts)
+    if spec.backend == "cute" and not call.alone:
+        kept = kept_of_shard(call, q.shape[-3] * cp.size, memory, queries=q.shape[-3])
+    static = (*static_arguments(spec).values(), kept, call.needs_grad, *static_of(cp))
+    o, *saved = _Attend.apply(static, *call.tensors)
     if not return_aux:
         return o, None
     width = (config.list_capacity if in_graph else config.list_width)(max(spec.lengths or (q.shape[-3] * cp.size,)))
     joined = partial(_joined, saved, len(cp.chunks))
     lses = {name: joined(name, -1) for name in ("lse_cmp", "lse_slc", "lse_swa")}
-    if alone:
+    if call.alone:
         return o, lses["lse_slc"]
     lists = joined("block_indices", -3, width) if lists is None else None
-    return o, Saved(block_indices=lists, g=joined("g", -3), **lses).aux(tensors)
+    return o, Saved(block_indices=lists, g=joined("g", -3), **lses).aux(call)
 
 
 def kept_of_shard(
-    tensors: CallTensors, total: int, memory: MemoryPolicy, *, spec: CallSpec, queries: int, ranks: int = 1
+    call: Call, total: int, memory: MemoryPolicy, *, queries: int, ranks: int = 1
 ) -> tuple[bool, bool, bool]:
     """Outputs that the kernels save, by the memory of a call with this number of queries and `total` keys, of one of
     `ranks` parts of the heads; in graphs by the policy alone."""
-    if dispatcher_sees(tensors.q):
-        return kept_in_graphs(memory, tensors.needs_grad)
+    if dispatcher_sees(call.q):
+        return kept_in_graphs(memory, call.needs_grad)
     rows = dict(q=queries, k=total, v=total, block_indices=queries)
-    own = {name: x for name in rows if (x := getattr(tensors, name)) is not None}
+    own = {name: x for name in rows if (x := getattr(call, name)) is not None}
     whole = {name: resized(x, rows[name], x.shape[-2] // ranks) for name, x in own.items()}
-    sizes = Sizes.of(tensors._replace(**whole), spec=spec, needs_grad=tensors.needs_grad)
-    return plan_memory(sizes, memory, tensors.q.device).kept
+    sizes = Sizes.of(call._replace(**whole), needs_grad=call.needs_grad)
+    return plan_memory(sizes, memory, call.q.device).kept
 
 
 def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int, width: int = 0) -> Tensor | None:
@@ -151,13 +141,13 @@ class _Attend(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             run = partial(first_derivatives, run)
         grads = run(do, *ctx.saved_tensors)
-        return None, *grads, *[None] * (len(CallTensors._fields) - len(grads))
+        return None, *grads, *[None] * (len(TENSORS) - len(grads))
 
 
 def _gradients(
     run: Callable[..., list[Tensor]], static: tuple[Any, ...], do: Tensor, *saved: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    tensors, saved = saved[: len(CallTensors._fields)], saved[len(CallTensors._fields) :]
+    tensors, saved = saved[: len(TENSORS)], saved[len(TENSORS) :]
     return tuple(None if x is None else d for x, d in zip(tensors, run(do, list(tensors), list(saved), *static)))
 
 
@@ -188,7 +178,7 @@ def _run_backward_fake(do: Tensor, tensors: list[Tensor | None], *_: Any) -> lis
     return [do.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors[: len(DIFFERENTIABLE)]]
 
 
-STATIC = f"{CONFIG}, str backend, bool[] kept, bool backward, {CP}"
+STATIC = f"{CONFIG}, bool[] kept, bool backward, {CP}"
 refuse_derivatives(register(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake), _run)
 schema = f"gather_backward(Tensor do, Tensor?[] tensors, Tensor?[] saved, {STATIC}) -> Tensor[]"
 refuse_derivatives(register(schema, _run_backward, _run_backward_fake), _run_backward)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nsa_layer import support
-from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors, Saved, accumulation_dtype
+from nsa_layer.call import DIFFERENTIABLE, Call, Saved, accumulation_dtype
 from nsa_layer.checks import check_lengths
 from nsa_layer.context_parallel.checks import WEIGHTS
 from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, head_steps, query_shards, resized
@@ -39,24 +39,24 @@ class GatherLoop:
     def __init__(self, tensors: Fields, static: Sequence[Any], *, read: bool = True) -> None:
         """
         Args:
-            tensors: the fields of this rank's `CallTensors`; ``k_win`` and ``v_win`` both or none.
-            static: `static_arguments` of the whole call, the backend, the branches' outputs that the kernels save,
+            tensors: this rank's, in the order of `call.TENSORS`; ``k_win`` and ``v_win`` both or none.
+            static: `static_arguments` of the whole call, the branches' outputs that the kernels save,
                 True if there will be a backward, and `static_of` the ranks.
             read: the lengths of packed sequences.
         """
-        self.tensors, count, lengths = CallTensors(*tensors), len(NAMES), None
-        self.backend, self.kept, self.backward, *ranks = static[count:]
-        self.cp, (q, k), starts = ranks_of(*ranks), tensors[:2], self.tensors.cu_seqlens
+        call, lengths = Call(*tensors), None
+        self.kept, self.backward, *ranks = static[len(NAMES) :]
+        self.cp, (q, k), starts = ranks_of(*ranks), call[:2], call.cu_seqlens
         if starts is not None:
             whole = q.new_empty(q.shape[0] * self.cp.size, 0)
             lengths = check_lengths(starts, whole, "cu_seqlens", "the ranks", read=read)
-        listed = self.tensors.block_indices is not None
-        self.spec = spec = static_spec(static[:count], listed=listed, lengths=(lengths, None))
+        self.spec = spec = static_spec(static, listed=call.block_indices is not None, lengths=(lengths, None))
+        self.call = call._replace(spec=spec)
         cp, config, self.packed = self.cp, spec.config, q.dim() == 3
         self.tokens = ShardLayout.of_tokens(cp, q.shape[-3])
         lengths, chunk = lengths or (self.tokens.total,), self.tokens.counts[0]
         self.layouts = dict.fromkeys(GATHERED, self.tokens)
-        if self.tensors.k_cmp is not None or self.tensors.v_cmp is not None:
+        if call.k_cmp is not None or call.v_cmp is not None:
             self.layouts |= dict.fromkeys(BLOCKS, ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride))
         # No query attends to keys behind it, unless lists name them or blocks are seen before they end.
         cut = spec.causal and not spec.listed and config.offset >= config.span - 1
@@ -69,7 +69,7 @@ class GatherLoop:
         self.ranges = {
             name: [[self._rows(name, shard) for shard in of_rank] for of_rank in shards]
             for name in GATHERED
-            if getattr(self.tensors, name) is not None
+            if getattr(call, name) is not None
         }
 
     def _rows(self, name: str, shard: QueryShard) -> slice:
@@ -82,7 +82,7 @@ class GatherLoop:
 
     def forward(self) -> tuple[Tensor | None, ...]:
         """o, and the fields of `Saved` of each step and shard."""
-        (q, _, v), saved = self.tensors[:3], []
+        (q, _, v), saved = self.call[:3], []
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for step, keys in self._exchanged():
             for i, shard in enumerate(self.shards):
@@ -98,7 +98,7 @@ class GatherLoop:
             o: of the selected branch alone on the kernels; else None.
         """
         grads, exactly = {}, accumulation_dtype(do.dtype)
-        for name, x in zip(DIFFERENTIABLE, self.tensors):
+        for name, x in zip(DIFFERENTIABLE, self.call):
             if x is not None:
                 grads[name] = x.new_zeros(x.shape, dtype=exactly) if name in WEIGHTS else x.new_empty(x.shape)
         d_keys = [{name: [] for name in self.ranges} for _ in self.steps]
@@ -116,16 +116,16 @@ class GatherLoop:
                         into.add_(d) if name in WEIGHTS else into.copy_(d)
                 del ds, d
             del keys, inputs
-        return tuple(None if x is None else grads[name].to(x.dtype) for name, x in zip(DIFFERENTIABLE, self.tensors))
+        return tuple(None if x is None else grads[name].to(x.dtype) for name, x in zip(DIFFERENTIABLE, self.call))
 
     def capacity(self) -> list[tuple[Any, torch.dtype] | None]:
         """(shape, dtype) of what each step and shard saves, whatever the lengths of packed sequences are."""
-        shapes, static = [], dict(spec=replace(self.spec, lengths=None), kept=self.kept, backend=self.backend)
+        shapes, spec = [], replace(self.spec, lengths=None)
         for first, end in self.steps:
             rows = dict(q=self.tokens.counts[0]) | dict.fromkeys("kv", self.tokens.total)
             heads = dict(q=(end - first) * self.G) | dict.fromkeys("kv", end - first)
-            of_step = {name: resized(getattr(self.tensors, name), rows[name], heads[name]) for name in rows}
-            shapes += [*saved_shapes(self.tensors._replace(**of_step), **static)] * len(self.shards)
+            of_step = {name: resized(getattr(self.call, name), rows[name], heads[name]) for name in rows}
+            shapes += [*saved_shapes(self.call._replace(**of_step, spec=spec), kept=self.kept)] * len(self.shards)
         return shapes
 
     def _exchanged(
@@ -136,10 +136,10 @@ class GatherLoop:
         A step's exchange also sends `d_keys` of the step before, each shard's gradients of these tensors, and writes
         their sums to `grads`; of the one before that where exchanges run beside attention.
         """
-        if self.backend == "cute":  # not of fake tensors, which are not exchanged
+        if self.spec.backend == "cute":  # not of fake tensors, which are not exchanged
             from nsa_layer.kernels.launch import aligned_rows
 
-            self.tensors = self.tensors.map(aligned_rows, DIFFERENTIABLE)
+            self.call = self.call.map(aligned_rows, DIFFERENTIABLE)
         behind = 1 + self.ahead
         count, exchanges = len(self.steps) + (behind if d_keys else 0), deque()
         for step in range(count):
@@ -155,13 +155,13 @@ class GatherLoop:
         self, step: int, d_keys: dict[str, list[Tensor]], grads: dict[str, Tensor] | None
     ) -> tuple[Exchange, dict[str, list[Tensor]]]:
         """Start to gather a step's tensors, if there is such a step, and to sum those of `d_keys`."""
-        exchange, keys = Exchange(self.cp, kernels=self.backend == "cute"), {}
+        exchange, keys = Exchange(self.cp, kernels=self.spec.backend == "cute"), {}
 
         def heads(x: Tensor, step: int) -> Tensor:
             return self._batch(x)[:, :, slice(*self.steps[step])]
 
         for name, ranges in self.ranges.items() if step < len(self.steps) else ():
-            x, layout, rows = heads(getattr(self.tensors, name), step), self.layouts[name], ranges[self.cp.rank]
+            x, layout, rows = heads(getattr(self.call, name), step), self.layouts[name], ranges[self.cp.rank]
             if name in WINDOW:
                 keys[name] = exchange.gather(x, layout, ranges)
             else:
@@ -178,63 +178,54 @@ class GatherLoop:
         """[B, rows, ...], of packed sequences a batch of one."""
         return x[None] if self.packed else x
 
-    def _inputs(
-        self, step: int, i: int, keys: dict[str, list[Tensor]]
-    ) -> tuple[CallTensors, dict[str, tuple[Any, ...]]]:
+    def _inputs(self, step: int, i: int, keys: dict[str, list[Tensor]]) -> tuple[Call, dict[str, tuple[Any, ...]]]:
         """A shard's tensors of a step; and by name what they are of those that this rank has."""
         shard, (first, end) = self.shards[i], self.steps[step]
-        tile, lists = self.spec.q_tile, self.tensors.block_indices
+        tile, lists = self.spec.config.q_tile, self.call.block_indices
         heads, of_query = slice(first, end), slice(first * self.G, end * self.G)
         index = dict.fromkeys(("q", "gates"), (..., shard.queries, of_query, slice(None)))
         index |= dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
         if lists is not None:
             tiles = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
-            of_list = of_query if lists.shape[-2] == self.tensors.q.shape[-2] else heads
+            of_list = of_query if lists.shape[-2] == self.call.q.shape[-2] else heads
             index["block_indices"] = ..., tiles, of_list, slice(None)
-        inputs = {name: x[at] for name, at in index.items() if (x := getattr(self.tensors, name)) is not None}
-        return CallTensors(**inputs, **{name: x[i][0] if self.packed else x[i] for name, x in keys.items()}), index
+        inputs = {name: x[at] for name, at in index.items() if (x := getattr(self.call, name)) is not None}
+        inputs |= {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
+        return Call(**inputs, spec=self.spec), index
 
-    def _shard_call(self, inputs: CallTensors, shard: QueryShard) -> tuple[CallTensors, CallSpec, slice | None]:
-        """The shard as an ordinary call; and the rows of k and v that are keys and values of the window.
-
-        On the kernels windows without keys of their own read rows of k and v, from a whole tile on.
-        """
+    def _shard_call(self, inputs: Call, shard: QueryShard) -> tuple[Call, slice | None]:
+        """The shard as an ordinary call; and the rows of k and v that its window reads, from a whole tile on, where the
+        window has no keys of its own."""
         spec, own, rows = shard.spec(self.spec), inputs.has_own_window, None
         offsets = shard.offsets if spec.lengths else shard.offsets * len(inputs.q)
         inputs = inputs._replace(q_offset=numbers_on((offsets,), inputs.q.device)[0])
         if own:
             spec = replace(spec, window=shard.window(self.spec)[1])
-        elif spec.config.window_size and self.backend == "cute":
+        elif spec.config.window_size:
             rows, window = shard.window(self.spec, tile=TILE)
             spec = replace(spec, window=window)
             inputs = inputs._replace(k_win=inputs.k[..., rows, :, :], v_win=inputs.v[..., rows, :, :])
-        return inputs, spec, rows
+        return inputs._replace(spec=spec), rows
 
-    def _attend(self, inputs: CallTensors, shard: QueryShard, o: Tensor) -> Saved:
+    def _attend(self, inputs: Call, shard: QueryShard, o: Tensor) -> Saved:
         """Write the output of a shard's step to o."""
-        inputs, spec, _ = self._shard_call(inputs, shard)
-        more = {}
-        if self.backend == "cute":
-            more = dict(plan=self._plan(inputs), backward=self.backward, o=o)
-        output, saved = support.pages(self.backend).forward(inputs, spec=spec, **more)
+        (inputs, _), pages = self._shard_call(inputs, shard), support.pages(self.spec.backend)
+        output, saved = pages.forward(inputs, plan=self._plan(inputs), backward=self.backward, o=o)
         if output is not o:
             o.copy_(output)
         return saved
 
     def _attend_backward(
-        self, inputs: CallTensors, shard: QueryShard, do: Tensor, o: Tensor | None, saved: Fields, dq: Tensor
+        self, inputs: Call, shard: QueryShard, do: Tensor, o: Tensor | None, saved: Fields, dq: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Gradients of a shard's differentiable tensors; q's is written to dq."""
-        inputs, spec, rows = self._shard_call(inputs, shard)
-        saved = exact_saved(saved, inputs, spec=spec, kept=self.kept, backend=self.backend)
-        more = {}
-        if self.backend == "cute":
-            more = dict(plan=self._plan(inputs), o=o, dq=dq, window=rows)
-        grads = support.pages(self.backend).backward(inputs, saved, do, spec=spec, **more)
+        (inputs, rows), pages = self._shard_call(inputs, shard), support.pages(self.spec.backend)
+        saved = exact_saved(saved, inputs, kept=self.kept)
+        grads = pages.backward(inputs, saved, do, plan=self._plan(inputs), o=o, dq=dq, window=rows)
         if grads[0] is not dq:
             dq.copy_(grads[0])
         return grads
 
-    def _plan(self, inputs: CallTensors) -> MemoryPlan:
+    def _plan(self, inputs: Call) -> MemoryPlan:
         """All heads of a step at once."""
         return MemoryPlan(((0, inputs.k.shape[-2]),), self.kept)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors
+from nsa_layer.call import Aux, Call, CallSpec
 from nsa_layer.checks import starts_of_lengths
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, WEIGHTS, check_shard
 from nsa_layer.context_parallel.gather import kept_of_shard
@@ -32,8 +32,8 @@ OTHER = {START: FINISH, FINISH: START, WHOLE: WHOLE}
 def attend_layer(
     nsa: Callable[..., Tensor | tuple[Tensor, Aux]],
     cp: ContextParallel,
-    tensors: CallTensors,
-    call: dict[str, Any],
+    call: Call,
+    static: dict[str, Any],
     *,
     memory: MemoryPolicy,
     return_aux: bool,
@@ -42,28 +42,28 @@ def attend_layer(
     """`nsa` of a rank's tokens; arguments as there.
 
     Args:
-        call: config, softmax_scale, max_seqlen and causal.
+        static: config, softmax_scale, max_seqlen and causal.
     """
-    config = call["config"]
+    config = static["config"]
     # Chunks hold blocks and tiles by length.
-    by_length = tensors.k_cmp is not None or tensors.v_cmp is not None or config.q_tile > 1
-    on_gpu = tensors.q.is_cuda and getattr(tensors.cu_seqlens, "is_cuda", False)
-    spec, layouts = check_shard(tensors, cp, **call, read=by_length or not on_gpu)
+    by_length = call.k_cmp is not None or call.v_cmp is not None or config.q_tile > 1
+    on_gpu = call.q.is_cuda and getattr(call.cu_seqlens, "is_cuda", False)
+    spec, layouts = check_shard(call, cp, **static, read=by_length or not on_gpu)
     if spec.lengths is not None:  # no second look at what may be on a GPU
-        tensors = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths))
-    if len(_step_sizes(tensors, layouts[TOKENS], cp)) > 1 and memory.recompute == "auto" and memory.budget is None:
+        call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths))
+    if len(_step_sizes(call, layouts[TOKENS], cp)) > 1 and memory.recompute == "auto" and memory.budget is None:
         # One plan for all steps, by the memory of all of them: else the first would take what the last one needs.
-        total, spec = layouts[TOKENS].total, CallSpec(config, call["causal"], 1.0)
-        kept = kept_of_shard(tensors, total, memory, spec=spec, queries=total, ranks=cp.size)
+        total, spec = layouts[TOKENS].total, CallSpec(config, static["causal"], 1.0)
+        kept = kept_of_shard(call._replace(spec=spec), total, memory, queries=total, ranks=cp.size)
         memory = replace(memory, recompute="none" if all(kept) else "all")
-    options |= dict(call, memory=memory, return_aux=return_aux)
-    return attend(partial(nsa, **options), cp, tensors, layouts, OF_AUX if return_aux else (TOKENS,))
+    options |= dict(static, memory=memory, return_aux=return_aux)
+    return attend(partial(nsa, **options), cp, call, layouts, OF_AUX if return_aux else (TOKENS,))
 
 
 def attend(
     function: Callable[..., Any],
     cp: ContextParallel,
-    tensors: CallTensors,
+    call: Call,
     layouts: dict[str, ShardLayout],
     output_kinds: Sequence[str],
 ) -> Any:
@@ -82,13 +82,13 @@ def attend(
     Raises:
         NotImplementedError: a graph would have to know lengths of packed sequences.
     """
-    q, packed, given = tensors.q, tensors.q.dim() == 3, tensors.arguments()
+    q, packed, given = call.q, call.q.dim() == 3, call.arguments()
     rows = {name: x[None] if packed else x for name, x in given.items() if name in KINDS and x is not None}
     for kind in (*map(KINDS.get, rows), *output_kinds):
         if kind not in layouts:
             raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {kind}")
     to_heads, to_tokens = [layouts[KINDS[name]] for name in rows], [layouts[kind] for kind in output_kinds]
-    steps, own = _step_sizes(tensors, layouts[TOKENS], cp), tensors.k.shape[-2] // cp.size
+    steps, own = _step_sizes(call, layouts[TOKENS], cp), call.k.shape[-2] // cp.size
 
     def sizes(count: int) -> list[int]:
         """Each step's part of a rank's heads, of a tensor of `count` heads in all."""
@@ -113,7 +113,7 @@ def attend(
             sent.append(send(to_heads, True, [part[step + 1] for part in parts]))
         here = {name: x[0] if packed else x for name, x in zip(rows, sent.pop(0)())}
         here |= {name: w[step] for name, w in weights.items()}
-        outputs = _by_rows(function(**here, cu_seqlens=tensors.cu_seqlens))
+        outputs = _by_rows(function(**here, cu_seqlens=call.cu_seqlens))
         answers.append(send(to_tokens, False, [x[None] if packed else x for x in outputs]))
     joined = [_join_heads(parts) for parts in zip(*[receive() for receive in answers])]
     o, *more = [x[0] if packed else x for x in joined]
@@ -130,10 +130,10 @@ def _by_rows(outputs: Any) -> list[Tensor]:
     return [o] if more is None else [o, more.mT]
 
 
-def _step_sizes(tensors: CallTensors, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
+def _step_sizes(call: Call, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
     """Key/value heads of each call that a rank makes: some at a time in long calls on a GPU, outside graphs."""
-    own = tensors.k.shape[-2] // cp.size
-    if not tensors.q.is_cuda or torch.compiler.is_compiling():
+    own = call.k.shape[-2] // cp.size
+    if not call.q.is_cuda or torch.compiler.is_compiling():
         return [own]
     return [end - first for first, end in head_steps(own, tokens.total)]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call import CallSpec
 from nsa_layer.context_parallel.spec import ContextParallel, rank_chunks
 from nsa_layer.cute.memory_plan import split_heads
 

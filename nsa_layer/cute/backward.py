@@ -9,7 +9,7 @@ import torch
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, CallSpec, CallTensors, Saved
+from nsa_layer.call import DIFFERENTIABLE, Call, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend, attend_selected
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
@@ -39,18 +39,17 @@ START = 64  # rows that row sums of packed sequences start at multiples of
 
 
 def backward(
-    tensors: CallTensors,
+    call: Call,
     saved: Saved,
     do: Tensor,
     *,
-    spec: CallSpec,
     plan: MemoryPlan,
     o: Tensor | None = None,
     dq: Tensor | None = None,
     window: slice | None = None,
     together: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the differentiable tensors, from what `forward.forward` gave.
+    """The gradients of the differentiable call, from what `forward.forward` gave.
 
     Args:
         o: of forward, where the selected branch is alone.
@@ -59,33 +58,33 @@ def backward(
             as None.
         together: as in forward.
     """
-    (tensors, varlen), spec, do = as_kernels_read(tensors, spec), spec.in_force(), aligned_rows(do)
-    signature = signature_of(tensors, varlen, spec, plan, backward=True)
+    (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
+    signature = signature_of(call, varlen, plan, backward=True)
     with compile_missing(signature) if together else nullcontext():
-        if spec.branches == SELECTED_ALONE:
-            grads = backward_selected(tensors, varlen, spec, do, o, saved.lse_slc)
+        if call.alone:
+            grads = backward_selected(call, varlen, do, o, saved.lse_slc)
             return *grads, *[None] * (len(DIFFERENTIABLE) - 3)
-        of_keys = (*tensors[1:3], tensors.k_win, tensors.v_win)[: 4 if window is None else 2]
+        of_keys = (*call[1:3], call.k_win, call.v_win)[: 4 if window is None else 2]
         dense = dict(memory_format=torch.contiguous_format)
         of_keys = [None if x is None else torch.empty_like(x, **dense) for x in of_keys]
         if window is not None:
             of_keys += [x[..., window, :, :] for x in of_keys]
-        dq = torch.empty_like(tensors.q, **dense) if dq is None else dq
+        dq = torch.empty_like(call.q, **dense) if dq is None else dq
         rest = []
         for group in plan.groups:
-            part, query = head_group(tensors, *group), query_heads(*tensors[:2], *group)
-            of_group = saved_of_group(saved, group, tensors.k.shape[-2])
+            part, query = head_group(call, *group), query_heads(*call[:2], *group)
+            of_group = saved_of_group(saved, group, call.k.shape[-2])
             if part.block_indices is not None:
                 of_group = of_group._replace(block_indices=part.block_indices)
             into = narrow(dq, -2, query), *(narrow(x, -2, group) for x in of_keys)
-            more = dict(window_adds=window is not None, spec=spec)
-            rest.append(backward_group(part, varlen, of_group, narrow(do, -2, query), *into, **more))
+            do_group = narrow(do, -2, query)
+            rest.append(backward_group(part, varlen, of_group, do_group, *into, window_adds=window is not None))
     rest = (joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2)))
     return dq, *of_keys[:2], *rest, *(of_keys[2:] if window is None else (None, None))
 
 
 def backward_group(
-    tensors: CallTensors,
+    call: Call,
     varlen: Varlen | None,
     saved: Saved,
     do: Tensor,
@@ -96,7 +95,6 @@ def backward_group(
     dv_win: Tensor | None,
     *,
     window_adds: bool,
-    spec: CallSpec,
 ) -> tuple[Tensor | None, ...]:
     """Write the gradients of the group's tokens to dq, dk, dv, dk_win and dv_win, and return those of gate_weight,
     gates, both compression weights, k_cmp and v_cmp.
@@ -105,28 +103,28 @@ def backward_group(
         dk_win, dv_win: None where the window reads k, and v.
         window_adds: dk_win and dv_win are parts of dk and dv.
     """
-    q, k, v, gate_weight, gates, w_k, w_v = tensors[:7]
-    k_cmp = saved.k_cmp if tensors.k_cmp is None else tensors.k_cmp
-    v_cmp = saved.v_cmp if tensors.v_cmp is None else tensors.v_cmp
+    (q, k, v, gate_weight, gates, w_k, w_v), spec = call[:7], call.spec
+    k_cmp = saved.k_cmp if call.k_cmp is None else call.k_cmp
+    v_cmp = saved.v_cmp if call.v_cmp is None else call.v_cmp
     scale, ordered = spec.softmax_scale, dict(deterministic=spec.config.deterministic)
     cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)
-    where = dict(spec=spec, varlen=varlen, q_offset=tensors.q_offset)
+    where = dict(spec=spec, varlen=varlen, q_offset=call.q_offset)
     of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
     unions = reads_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
     # faster.
     split_dq, window = unions or use_split_dq(q, v, spec), spec.config.window_size > 0
-    by_key, by_query = _selected_lists(tensors, varlen, saved, spec, split_dq)
+    by_key, by_query = _selected_lists(call, varlen, saved, split_dq)
     calls = dict(cmp=dict(k=k_cmp, v=v_cmp, **of_cmp, **ordered)) if k_cmp.shape[-3] else {}
     if window or (unions and not calls):  # the rows of a call that adds nothing, where there is no other
-        calls["swa"] = dict(zip("kv", tensors.of_window), **of_swa, **ordered)
+        calls["swa"] = dict(zip("kv", call.of_window), **of_swa, **ordered)
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
         calls["slc"] = dict(k=k, v=v, **by_key, **ordered)
     sequences = None if varlen is None else len(varlen.cu_seqlens)  # which the spec of bounds does not say
-    layouts = backward_layouts(q, tuple(calls.values()), key=(spec, sequences, tensors.q_offset is None))
+    layouts = backward_layouts(q, tuple(calls.values()), key=(spec, sequences, call.q_offset is None))
 
-    outputs = _recompute(tensors, saved, (k_cmp, v_cmp), spec, of_cmp, by_query, of_swa if window else None)
+    outputs = _recompute(call, saved, (k_cmp, v_cmp), of_cmp, by_query, of_swa if window else None)
     with component("gate"):
         lses = (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
         gating = dict(g=saved.g, q=q, gate_weight=gate_weight, gates=gates, tile_m=layouts[0].dq.start, out=dq)
@@ -156,7 +154,7 @@ def backward_group(
             dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
             sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
         if not spec.lengths_known:
-            for x, given, weight in ((dk_cmp, tensors.k_cmp, w_k), (dv_cmp, tensors.v_cmp, w_v)):
+            for x, given, weight in ((dk_cmp, call.k_cmp, w_k), (dv_cmp, call.v_cmp, w_v)):
                 if given is not None or weight is not None:
                     varlen.clear_behind_blocks(x)
     stored = []
@@ -176,28 +174,26 @@ def backward_group(
             into = dict(dq=dq, accum=accum, add=add, start=layouts[-1].dq.start)
             backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query))
     del accum
-    dw_k, dw_v = _compress_backward(tensors, saved, (dk_cmp, dv_cmp), dk, dv, pooling_options(spec, varlen))
+    dw_k, dw_v = _compress_backward(call, saved, (dk_cmp, dv_cmp), dk, dv, pooling_options(spec, varlen))
     with component("convert"):
         if apart and not window_adds:
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
     if unions:
-        _add_selected(tensors, varlen, saved, spec, do_slc, rows_slc, dk, dv, layouts[-1].dq.start)
+        _add_selected(call, varlen, saved, do_slc, rows_slc, dk, dv, layouts[-1].dq.start)
     if window_adds:  # where the others have written
         with component("convert"):
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
-    own = (d if x is not None else None for x, d in ((tensors.k_cmp, dk_cmp), (tensors.v_cmp, dv_cmp)))
+    own = (d if x is not None else None for x, d in ((call.k_cmp, dk_cmp), (call.v_cmp, dv_cmp)))
     return gate.d_weight, gate.d_gates, dw_k, dw_v, *own
 
 
-def _selected_lists(
-    tensors: CallTensors, varlen: Varlen | None, saved: Saved, spec: CallSpec, split_dq: bool
-) -> tuple[dict | None, dict | None]:
+def _selected_lists(call: Call, varlen: Varlen | None, saved: Saved, split_dq: bool) -> tuple[dict | None, dict | None]:
     """Options of the selected branch's calls: over lists by key tile, where no unions are read; and over forward's."""
-    (q, k), by_key, by_query = tensors[:2], None, None
+    (q, k), spec, by_key, by_query = call[:2], call.spec, None, None
     with component("lists"):
         selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
-        static = dict(spec=spec, varlen=varlen, q_offset=tensors.q_offset, S=k.shape[-3])
+        static = dict(spec=spec, varlen=varlen, q_offset=call.q_offset, S=k.shape[-3])
         static["block_counts"] = saved.block_counts
         if not reads_unions(spec.config, listed=spec.listed):
             by_key = selected_options(*selection, backward=True, **static)
@@ -207,10 +203,9 @@ def _selected_lists(
 
 
 def _recompute(
-    tensors: CallTensors,
+    call: Call,
     saved: Saved,
     compressed: tuple[Tensor, Tensor],
-    spec: CallSpec,
     of_cmp: dict,
     of_slc: dict | None,
     of_swa: dict | None,
@@ -220,7 +215,7 @@ def _recompute(
     Args:
         of_cmp, of_slc, of_swa: options of their calls; None for the window: there is none.
     """
-    (q, k, v), o_cmp, o_slc, o_swa = tensors[:3], saved.o_cmp, saved.o_slc, saved.o_swa
+    (q, k, v), spec, o_cmp, o_slc, o_swa = call[:3], call.spec, saved.o_cmp, saved.o_slc, saved.o_swa
     if o_cmp is None:
         with component("cmp"):
             o_cmp = attend(q, *compressed, spec, of_cmp)[0]
@@ -229,12 +224,12 @@ def _recompute(
             o_slc = attend_selected(q, k, v, spec, of_slc)[0]
     if o_swa is None and of_swa is not None:
         with component("swa"):
-            o_swa = attend(q, *tensors.of_window, spec, of_swa)[0]
+            o_swa = attend(q, *call.of_window, spec, of_swa)[0]
     return o_cmp, o_slc, o_swa
 
 
 def _compress_backward(
-    tensors: CallTensors,
+    call: Call,
     saved: Saved,
     d_compressed: tuple[Tensor, Tensor],
     dk: KeyGradient,
@@ -246,8 +241,8 @@ def _compress_backward(
     with component("compress"):
         for name, d, grad in zip("kv", d_compressed, (dk, dv)):
             d_mean = d_weight = None
-            if getattr(tensors, f"{name}_cmp") is None:
-                weight = getattr(tensors, f"compress_{name}_weight")
+            if getattr(call, f"{name}_cmp") is None:
+                weight = getattr(call, f"compress_{name}_weight")
                 d_mean, d_weight = project_backward(d, getattr(saved, f"{name}_mean"), weight)
             grad.filled = d_mean is not None
             of_means.append(d_mean)
@@ -257,10 +252,9 @@ def _compress_backward(
 
 
 def _add_selected(
-    tensors: CallTensors,
+    call: Call,
     varlen: Varlen | None,
     saved: Saved,
-    spec: CallSpec,
     do: Tensor,
     rows: tuple[Tensor, Tensor],
     dk: KeyGradient,
@@ -272,7 +266,7 @@ def _add_selected(
     Args:
         rows: row sums and log-sum-exps, of which sequences start at multiples of `start`.
     """
-    (q, k, v), q_offset = tensors[:3], tensors.q_offset
+    (q, k, v), spec, q_offset = call[:3], call.spec, call.q_offset
     where = dict(spec=spec, varlen=varlen, q_offset=q_offset if spec.causal else None)
     with component("pairs"):
         pairs = token_block_csr(saved.block_indices, (q.shape[-2], k.shape[-2]), q.shape[-3], k.shape[-3], **where)
@@ -288,10 +282,10 @@ def _add_selected(
 
 
 def backward_selected(
-    tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, do: Tensor, o: Tensor, lse: Tensor
+    call: Call, varlen: Varlen | None, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of `forward_selected`."""
-    (q, k, v), block_indices, q_offset = tensors[:3], tensors.block_indices, first_positions(tensors, varlen, spec)
+    (q, k, v), spec, block_indices, q_offset = call[:3], call.spec, call.block_indices, first_positions(call, varlen)
     (T, Hq), (S, Hkv), do = q.shape[-3:-1], k.shape[-3:-1], aligned_rows(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call import CallSpec
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.varlen import Varlen
 

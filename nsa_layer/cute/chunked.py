@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from nsa_layer.call_spec import accumulation_dtype
+from nsa_layer.call import accumulation_dtype
 
 SLICE = 1 << 25  # elements of a slice's widest tensor
 

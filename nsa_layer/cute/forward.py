@@ -14,7 +14,7 @@ import torch
 from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
-from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors, Saved
+from nsa_layer.call import Call, CallSpec, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.head_groups import (
     as_kernels_read,
@@ -66,9 +66,8 @@ class Pages(NamedTuple):
 
 
 def forward(
-    tensors: CallTensors,
+    call: Call,
     *,
-    spec: CallSpec,
     plan: MemoryPlan,
     backward: bool = True,
     o: Tensor | None = None,
@@ -84,16 +83,16 @@ def forward(
         side_stream: takes the window's attention; joined before its output is read. None: all on the current one.
         together: kernels that are missing are compiled side by side, before the first is launched.
     """
-    tensors, varlen = as_kernels_read(tensors, spec)
-    signature = signature_of(tensors, varlen, spec, plan, backward=backward)
+    (call, varlen), spec = as_kernels_read(call), call.spec
+    signature = signature_of(call, varlen, plan, backward=backward)
     with compile_missing(signature) if together else nullcontext():
-        if spec.branches == SELECTED_ALONE:
-            o, lse = forward_selected(tensors, varlen, spec)
+        if call.alone:
+            o, lse = forward_selected(call, varlen)
             return o, Saved(lse_slc=lse)
-        o = new_outputs(*tensors[:3:2])[0] if o is None else o
-        saved, Hkv = Saved(), tensors.k.shape[-2]
+        o = new_outputs(*call[:3:2])[0] if o is None else o
+        saved, Hkv = Saved(), call.k.shape[-2]
         for group in plan.groups:
-            part = head_group(tensors, *group)
+            part = head_group(call, *group)
             (q, k, v), block_indices = part[:3], part.block_indices
             where = dict(spec=spec, varlen=varlen, q_offset=part.q_offset)
             S, table = (k.shape[-3], None) if pages is None else (pages.capacity, pages.table)
@@ -105,7 +104,7 @@ def forward(
                 with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
                     o_swa, lse_swa = attend(q, *part.of_window, spec, window_options(**in_window), into)
             with component("compress"):
-                k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen, spec)
+                k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen)
             with component("cmp"):
                 o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(**where))
             with component("choose"):
@@ -123,7 +122,7 @@ def forward(
             if side_stream is not None:
                 side_stream.join()
             with component("gate"):
-                into = narrow(o, -2, query_heads(*tensors[:2], *group))
+                into = narrow(o, -2, query_heads(*call[:2], *group))
                 g = gated_sum(q, o_cmp, o_slc, o_swa, gate_weight=part.gate_weight, gates=part.gates, out=into)[1]
             selection = (indices, counts) if block_indices is None else (None, None)
             made = (x if given is None else None for x, given in ((k_cmp, part.k_cmp), (v_cmp, part.v_cmp)))
@@ -134,7 +133,7 @@ def forward(
 
 
 def _compressed(
-    tensors: CallTensors, varlen: Varlen | None, spec: CallSpec
+    call: Call, varlen: Varlen | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compressed keys and values: the caller's, or made of k and v, pooled together.
 
@@ -142,16 +141,16 @@ def _compressed(
         Keys in fp32 where the choice of blocks by tile reads them, else anything; keys and values as attention reads
         them; and, where these are projected, means of k and of v in fp32.
     """
-    k_cmp, v_cmp, dtype = tensors.k_cmp, tensors.v_cmp, tensors.k.dtype
-    w_k, w_v = tensors.compress_k_weight, tensors.compress_v_weight
-    k, v = tensors.k if k_cmp is None else None, tensors.v if v_cmp is None else None
+    k_cmp, v_cmp, dtype = call.k_cmp, call.v_cmp, call.k.dtype
+    w_k, w_v = call.compress_k_weight, call.compress_v_weight
+    k, v = call.k if k_cmp is None else None, call.v if v_cmp is None else None
     exact, k_mean, v_mean = torch.float32, None, None
-    scored = tensors.block_indices is None and not spec.config.by_token
+    scored = call.block_indices is None and not call.config.by_token
     if k is not None or v is not None:
         k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
-        options = pooling_options(spec, varlen)
+        options = pooling_options(call.spec, varlen)
         if varlen is not None:
-            options |= dict(total_blocks=varlen.total_compressed, bounded=not spec.lengths_known)
+            options |= dict(total_blocks=varlen.total_compressed, bounded=not call.spec.lengths_known)
         k_means, v_mean = pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
     if k is None:
         k_scored = k_cmp.float() if scored else None
@@ -163,10 +162,10 @@ def _compressed(
     return k_scored, k_cmp, v_cmp, None if w_k is None else k_mean, None if w_v is None else v_mean
 
 
-def forward_selected(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec) -> tuple[Tensor, Tensor]:
+def forward_selected(call: Call, varlen: Varlen | None) -> tuple[Tensor, Tensor]:
     """o and the log-sum-exp of the selected branch alone, over lists of the caller's."""
-    (q, k, v), lists = tensors[:3], tensors.block_indices
-    where = dict(S=k.shape[-3], spec=spec, varlen=varlen, q_offset=first_positions(tensors, varlen, spec))
+    (q, k, v), lists, spec = call[:3], call.block_indices, call.spec
+    where = dict(S=k.shape[-3], spec=spec, varlen=varlen, q_offset=first_positions(call, varlen))
     with component("lists"):
         options = selected_options(lists, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **where)
     with component("slc"):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_layer.call_spec import OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Saved, Signature
+from nsa_layer.call import OWN_KEYS, Call, Saved, Signature
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.varlen import Varlen
@@ -16,53 +16,50 @@ Tensor = torch.Tensor
 READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
 
 
-def as_kernels_read(tensors: CallTensors, spec: CallSpec) -> tuple[CallTensors, Varlen | None]:
-    """A call's tensors with rows aligned to 16 bytes, and its starts on the GPU."""
-    tensors, starts = tensors.map(aligned_rows, READ), {}
-    if not spec.lengths_known:
-        starts = dict(cu_seqlens=tensors.cu_seqlens, total=tensors.q.shape[0])
-        starts |= dict(cu_seqlens_k=tensors.cu_seqlens_k, total_k=tensors.k.shape[0])
-    return tensors, Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list, **starts)
+def as_kernels_read(call: Call) -> tuple[Call, Varlen | None]:
+    """A call with rows aligned to 16 bytes, and its starts on the GPU."""
+    call, starts = call.map(aligned_rows, READ), {}
+    if not call.spec.lengths_known:
+        starts = dict(cu_seqlens=call.cu_seqlens, total=call.q.shape[0])
+        starts |= dict(cu_seqlens_k=call.cu_seqlens_k, total_k=call.k.shape[0])
+    return call, Varlen.of(call.spec, call.q.device, call.q_heads_per_list, **starts)
 
 
-def first_positions(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec) -> Tensor | None:
+def first_positions(call: Call, varlen: Varlen | None) -> Tensor | None:
     """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
-    (q, k), q_offset = tensors[:2], tensors.q_offset
+    (q, k), spec, q_offset = call[:2], call.spec, call.q_offset
     if not spec.causal:
         return None
     if q_offset is not None:
         return q_offset.contiguous()
     if not spec.lengths_known:
-        return None if tensors.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
+        return None if call.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
     of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
     return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
 
 
-def signature_of(
-    tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, plan: MemoryPlan, *, backward: bool
-) -> Callable[[], Signature]:
+def signature_of(call: Call, varlen: Varlen | None, plan: MemoryPlan, *, backward: bool) -> Callable[[], Signature]:
     """Makes the call's signature, for `compile_missing`."""
 
     def signature() -> Signature:
-        alone = spec.branches == SELECTED_ALONE
-        offset = first_positions(tensors, varlen, spec) if alone else tensors.q_offset
-        return Signature.of(tensors._replace(q_offset=offset)._asdict(), spec, plan, backward=backward)
+        offset = first_positions(call, varlen) if call.alone else call.q_offset
+        return Signature.of(call._replace(q_offset=offset)._asdict(), call.spec, plan, backward=backward)
 
     return signature
 
 
-def head_group(tensors: CallTensors, first: int, end: int) -> CallTensors:
-    """The part of the tensors that key/value heads `first` to `end` and their query heads have."""
-    if (first, end) == (0, tensors.k.shape[-2]):
-        return tensors
-    query, key = query_heads(tensors.q, tensors.k, first, end), (first, end)
-    parts = dict(q=narrow(tensors.q, -2, query), gates=narrow(tensors.gates, -2, query))
-    parts |= {name: narrow(getattr(tensors, name), -2, key) for name in ("k", "v", *OWN_KEYS)}
-    if tensors.block_indices is not None:
-        of_query_heads = tensors.block_indices.shape[-2] == tensors.q.shape[-2]
-        parts["block_indices"] = narrow(tensors.block_indices, -2, query if of_query_heads else key)
-    parts |= {name: narrow(getattr(tensors, name), 0, key) for name in ("compress_k_weight", "compress_v_weight")}
-    return tensors._replace(**parts, gate_weight=narrow(tensors.gate_weight, 0, query))
+def head_group(call: Call, first: int, end: int) -> Call:
+    """The part of the call that key/value heads `first` to `end` and their query heads have."""
+    if (first, end) == (0, call.k.shape[-2]):
+        return call
+    query, key = query_heads(call.q, call.k, first, end), (first, end)
+    parts = dict(q=narrow(call.q, -2, query), gates=narrow(call.gates, -2, query))
+    parts |= {name: narrow(getattr(call, name), -2, key) for name in ("k", "v", *OWN_KEYS)}
+    if call.block_indices is not None:
+        of_query_heads = call.block_indices.shape[-2] == call.q.shape[-2]
+        parts["block_indices"] = narrow(call.block_indices, -2, query if of_query_heads else key)
+    parts |= {name: narrow(getattr(call, name), 0, key) for name in ("compress_k_weight", "compress_v_weight")}
+    return call._replace(**parts, gate_weight=narrow(call.gate_weight, 0, query))
 
 
 def query_heads(q: Tensor, k: Tensor, first: int, end: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_slots
-from nsa_layer.call_spec import CallSpec, CallTensors, Saved, Signature
+from nsa_layer.call import Call, CallSpec, Saved, Signature
 from nsa_layer.cute.forward import Pages, forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
@@ -221,8 +221,8 @@ class _Chunk:
         with (side_stream_for(q) if call.config.window_size else None) or nullcontext() as side_stream:
             with component("cache"):
                 keys, pages = self._keys(part, side_stream)
-            tensors = CallTensors(q, **keys, **more, q_offset=self.slots[CacheSlots.FIRST, part])
-            o, saved = infer(tensors, spec, self.memory, pages, side_stream)
+            tensors = Call(q, **keys, **more, q_offset=self.slots[CacheSlots.FIRST, part], spec=spec)
+            o, saved = infer(tensors, self.memory, pages, side_stream)
         lse_swa = torch.full_like(saved.lse_cmp, -torch.inf) if saved.lse_swa is None else saved.lse_swa
         return o, saved.lse_cmp, saved.lse_slc, lse_swa
 
@@ -314,12 +314,12 @@ def _each(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
 
 
 def infer(
-    tensors: CallTensors, spec: CallSpec, memory: MemoryPolicy, pages: Pages | None, side_stream: SideStream | None
+    call: Call, memory: MemoryPolicy, pages: Pages | None, side_stream: SideStream | None
 ) -> tuple[Tensor, Saved]:
     """Forward without a backward; kernels that are missing have been asked for by the caller."""
-    sizes = Sizes.of(tensors, spec=spec, needs_grad=False)
+    sizes = Sizes.of(call, needs_grad=False)
     if pages is not None:
         sizes = sizes._replace(longest=pages.capacity)
-    plan = plan_memory(sizes, memory, tensors.q.device)
+    plan = plan_memory(sizes, memory, call.q.device)
     more = dict(pages=pages, side_stream=side_stream, together=False)
-    return forward(tensors, spec=spec, plan=plan, backward=False, **more)
+    return forward(call, plan=plan, backward=False, **more)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call import Call
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.union_lists.sizes import (
     CHUNKS,
@@ -100,15 +100,15 @@ class Sizes(NamedTuple):
     needs_grad: bool = True
 
     @classmethod
-    def of(cls, tensors: CallTensors, *, spec: CallSpec, needs_grad: bool) -> Sizes:
+    def of(cls, call: Call, *, needs_grad: bool) -> Sizes:
         """The sizes of a call; of k the shape is that of v."""
-        config, q, v, lists = spec.config, tensors.q, tensors.v, tensors.block_indices
+        spec, config, q, v, lists = call.spec, call.config, call.q, call.v, call.block_indices
         longest = max(spec.key_lengths) if spec.key_lengths else spec.bound or v.shape[-3]
         counts = (q.shape[:-2].numel(), v.shape[:-2].numel(), longest)
         heads = (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         width = config.list_width(longest) if lists is None else lists.shape[-1]
-        of_lists = (width, tensors.q_heads_per_list, reads_unions(config, listed=spec.listed), lists is not None)
-        more = (tensors.gate, tensors.has_own_window, needs_grad)
+        of_lists = (width, call.q_heads_per_list, reads_unions(config, listed=spec.listed), lists is not None)
+        more = (call.gate, call.has_own_window, needs_grad)
         return cls(*counts, *heads, q.element_size(), config, *of_lists, *more)
 
 
@@ -195,14 +195,12 @@ def plan_memory(
     return _plan_memory(sizes, _choices(policy, sizes.needs_grad) if kept is None else (kept,), budget)
 
 
-def plan_of(
-    tensors: CallTensors, spec: CallSpec, heads: int | None, budget: int | None, kept: Sequence[bool], needs_grad: bool
-) -> MemoryPlan:
+def plan_of(call: Call, heads: int | None, budget: int | None, kept: Sequence[bool], needs_grad: bool) -> MemoryPlan:
     """The plan of a call that keeps these outputs: groups of `heads` key/value heads; None: by the budget."""
     if heads is not None:
-        return MemoryPlan(split_heads(tensors.k.shape[-2], heads), tuple(kept))
-    sizes = Sizes.of(tensors, spec=spec, needs_grad=needs_grad)
-    return plan_memory(sizes, MemoryPolicy(budget=budget), tensors.q.device, tuple(kept))
+        return MemoryPlan(split_heads(call.k.shape[-2], heads), tuple(kept))
+    sizes = Sizes.of(call, needs_grad=needs_grad)
+    return plan_memory(sizes, MemoryPolicy(budget=budget), call.q.device, tuple(kept))
 
 
 def kept_in_graphs(policy: MemoryPolicy, needs_grad: bool) -> tuple[bool, bool, bool]:

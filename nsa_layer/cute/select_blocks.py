@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call import CallSpec
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.select_by_tile.kernel import block_topk
 from nsa_layer.kernels.select_by_token.kernel import token_topk

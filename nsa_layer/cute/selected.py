@@ -11,7 +11,7 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from flash_attn.cute.bwd_sm90 import two_pass
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.varlen import Varlen
@@ -116,14 +116,14 @@ def query_lists(
         T, S: queries and keys of a sequence of a batch.
         q_offset: int32 [sequences], position of the first query among its sequence's keys; None: 0, or not causal.
     """
-    static = dict(G=rows, block_size=spec.config.block_size, q_tile=spec.q_tile, causal=spec.causal, q_offset=q_offset)
+    static = dict(block_size=spec.config.block_size, q_tile=spec.config.q_tile, causal=spec.causal, q_offset=q_offset)
     where, row_tiles = dict(queries=T, keys=S), None
     if varlen is not None:
         row_tiles = varlen.cu_row_tiles
         where = dict(queries=varlen.longest, keys=varlen.longest_k, tiles=varlen.total_row_tiles)
         where |= dict(cu_seqlens=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
         where |= dict(cu_lists=varlen.cu_tiles, cu_tiles=row_tiles)
-    counts, blocks, bits = union_lists(block_indices, **static, **where)
+    counts, blocks, bits = union_lists(block_indices, G=rows, **static, **where)
     return BlockSparseTensorsTorch(
         counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=row_tiles, mask_block_bits=bits
     )
@@ -148,7 +148,7 @@ def token_block_csr(
     batch, rows = 1 if varlen is not None else block_indices.shape[0], Hq // Hs
     count = batch * T * Hs * n
     cap = longest_work_tile(count, rows)
-    static = dict(block_size=block_size, q_tile=spec.q_tile, causal=spec.causal, q_offset=q_offset)
+    static = dict(block_size=block_size, q_tile=spec.config.q_tile, causal=spec.causal, q_offset=q_offset)
     where, of_blocks = dict(keys=S), None
     if varlen is not None:
         of_blocks = varlen.cu_key_blocks

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call import CallSpec
 from nsa_layer.cute.host_constants import aligned, numbers_on
 from nsa_layer.kernels.union_lists.sizes import ROWS
 from nsa_layer.support import hopper_kv_tile, reads_unions

@@ -7,11 +7,9 @@ from functools import partial
 
 import torch
 
-from nsa_layer.call_spec import (
+from nsa_layer.call import (
     DIFFERENTIABLE,
-    SELECTED_ALONE,
-    CallSpec,
-    CallTensors,
+    Call,
     Saved,
     accumulation_dtype,
     equal_gates,
@@ -26,45 +24,62 @@ from nsa_layer.projection import project_backward
 Tensor = torch.Tensor
 
 
-def backward(tensors: CallTensors, saved: Saved, do: Tensor, *, spec: CallSpec) -> tuple[Tensor | None, ...]:
-    """Gradients of the differentiable tensors, in their dtypes; None for a tensor that is None."""
-    lists, acc = saved.block_indices, accumulation_dtype(do.dtype)
-    call = tensors._replace(block_indices=lists) if tensors.block_indices is None else tensors
+def backward(
+    call: Call,
+    saved: Saved,
+    do: Tensor,
+    *,
+    plan: object = None,
+    o: Tensor | None = None,
+    dq: Tensor | None = None,
+    window: slice | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the differentiable tensors, in their dtypes; None for a tensor that is None.
+
+    Args:
+        plan, o, dq: not read; outputs are computed again.
+        window: as in `nsa_layer.cute.backward.backward`.
+    """
+    spec, lists, acc = call.spec, saved.block_indices, accumulation_dtype(do.dtype)
+    inputs, call = call.differentiable, call._replace(block_indices=lists) if call.block_indices is None else call
     sums = call.map(partial(torch.zeros_like, dtype=acc, memory_format=torch.contiguous_format), DIFFERENTIABLE)
+    if window is not None:
+        sums = sums._replace(k_win=sums.k[..., window, :, :], v_win=sums.v[..., window, :, :])
     lses = (x if x is None else x.mT for x in (saved.lse_cmp, saved.lse_slc, saved.lse_swa))
     packed, rows, begin = spec.lengths is not None, (do, saved.g, *lses), 0
-    for (batch, *offsets), (sums_i, *_) in zip(batches(call, spec), batches(sums, spec), strict=True):
+    for (batch, *offsets), (sums_i, *_) in zip(batches(call), batches(sums), strict=True):
         end = begin + batch.q.shape[packed]
         rows_i = (x if x is None else x[None, begin:end] if packed else x[begin:end] for x in rows)
-        _backward_batch(batch, *rows_i, sums_i, spec, *offsets)
+        _backward_batch(batch, *rows_i, sums_i, *offsets)
         begin = end
-    pairs = zip(sums.differentiable, tensors.differentiable)
-    return tuple(None if x is None else total.to(x.dtype) for total, x in pairs)
+    if window is not None:
+        sums = sums._replace(k_win=None, v_win=None)
+    return tuple(None if total is None else total.to(x.dtype) for total, x in zip(sums.differentiable, inputs))
 
 
 def _backward_batch(
-    batch: CallTensors,
+    batch: Call,
     do: Tensor,
     g: Tensor | None,
     lse_cmp: Tensor | None,
     lse_slc: Tensor,
     lse_swa: Tensor | None,
-    sums: CallTensors,
-    spec: CallSpec,
+    sums: Call,
     q_offset: int,
     window_offset: int,
 ) -> None:
     """Add the gradients of a batch of `batches` to ``sums``; g is [B, T, Hq, 3], the LSEs are [B, T, Hq]."""
-    (q, k, v, do), lists, config = map(to_compute_dtype, (*batch[:3], do)), batch.block_indices, spec.config
+    (q, k, v, do), lists, spec = map(to_compute_dtype, (*batch[:3], do)), batch.block_indices, batch.spec
+    config = spec.config
     where, scale = dict(spec=spec, q_offset=q_offset), dict(softmax_scale=spec.softmax_scale)
-    if spec.branches == SELECTED_ALONE:
+    if batch.alone:
         with component("slc"):
             *grads, _ = attend_lists_backward(do, q, k, v, lists, lse_slc, torch.ones_like(lse_slc), **where)
         _add(sums[:3], grads)
         return
     g_cmp, g_slc, g_swa = (equal_gates(q) if g is None else g).unbind(-1)
     with component("compress"):
-        (k_mean, _, k_cmp), (v_mean, _, v_cmp) = (compressed(batch, name, config) for name in "kv")
+        (k_mean, _, k_cmp), (v_mean, _, v_cmp) = (compressed(batch, name) for name in "kv")
     with component("cmp"):
         visible = visible_compressed(spec, q_offset, k_cmp.shape[1])
         dq, dk_cmp, dv_cmp, dg_cmp = attend_chunks_backward(do, q, k_cmp, v_cmp, visible, lse_cmp, g_cmp, **scale)

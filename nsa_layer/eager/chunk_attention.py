@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nsa_layer.call_spec import CallSpec, accumulation_dtype, mean_scale
+from nsa_layer.call import CallSpec, accumulation_dtype, mean_scale
 
 Tensor = torch.Tensor
 # Query t (one, or a tensor of them) -> (begin, end): it sees the keys begin .. end - 1 that exist. Both rise with t.

@@ -10,17 +10,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from nsa_layer.call_spec import (
-    SELECTED_ALONE,
+from nsa_layer.call import (
     Aux,
-    CallSpec,
-    CallTensors,
+    Call,
     Saved,
     accumulation_dtype,
     equal_gates,
     require_choice_by_token,
 )
-from nsa_layer.config import NSAConfig
 from nsa_layer.eager.chunk_attention import attend_chunks, visible_compressed, visible_window
 from nsa_layer.eager.list_attention import attend_lists
 from nsa_layer.eager.pooling import mean_pool
@@ -32,19 +29,23 @@ Tensor = torch.Tensor
 
 
 @torch.no_grad()
-def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
+def attend(call: Call) -> tuple[Tensor, Aux]:
     """The operator; arguments and results as of `forward`, with `Aux` for what is saved."""
-    o, saved = forward(tensors, spec=spec)
-    return o, saved.aux(tensors)
+    o, saved = forward(call)
+    return o, saved.aux(call)
 
 
-def forward(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Saved]:
+def forward(call: Call, *, plan: object = None, backward: bool = True, o: Tensor | None = None) -> tuple[Tensor, Saved]:
     """o, in the dtype of q, and the tensors of backward; arguments as `nsa` has checked them.
 
     ``q_offset`` is read on the host; lengths of packed sequences come from ``spec``, not from ``cu_seqlens``.
+
+    Args:
+        plan, backward, o: not read; heads are computed together, and outputs are not saved.
     """
-    width = spec.config.list_width(max(spec.key_lengths or tensors.k.shape[1:2]))
-    results = [_forward_batch(batch, spec, width, *offsets) for batch, *offsets in batches(tensors, spec)]
+    spec = call.spec
+    width = spec.config.list_width(max(spec.key_lengths or call.k.shape[1:2]))
+    results = [_forward_batch(batch, width, *offsets) for batch, *offsets in batches(call)]
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
         if parts[0] is None:
@@ -57,37 +58,36 @@ def forward(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Saved]:
     return o, Saved(block_indices=lists, g=g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
 
 
-def batches(tensors: CallTensors, spec: CallSpec) -> Iterator[tuple[CallTensors, int, int]]:
+def batches(call: Call) -> Iterator[tuple[Call, int, int]]:
     """Batches of sequences of one length, and the positions of their first query among their keys and their window's.
 
     A batch is one if the position is; else each sequence is, packed ones without queries left out.
     """
-    if tensors.q_offset is not None:
-        offsets = tensors.q_offset.tolist()
-        if tensors.block_indices is None:
+    spec = call.spec
+    if call.q_offset is not None:
+        offsets = call.q_offset.tolist()
+        if call.block_indices is None:
             require_choice_by_token(spec.config)
     elif spec.lengths is None:
-        offsets = [tensors.k.shape[1] - tensors.q.shape[1]] * len(tensors.q)
+        offsets = [call.k.shape[1] - call.q.shape[1]] * len(call.q)
     else:
         offsets = [S - T for T, S in zip(spec.lengths, spec.key_lengths)]
     in_window = offsets
     if spec.window is not None:
         in_window = [first for _, first in spec.window] * (1 if spec.lengths else len(offsets))
     if spec.lengths is None and len(set(offsets)) == 1:
-        yield tensors, offsets[0], in_window[0]
+        yield call, offsets[0], in_window[0]
         return
-    for sequence, *at in zip(tensors.sequences(spec), offsets, in_window, strict=True):
+    for sequence, *at in zip(call.sequences(), offsets, in_window, strict=True):
         if len(sequence.q):
             yield sequence.as_batch(), *at
 
 
-def _forward_batch(
-    batch: CallTensors, spec: CallSpec, width: int, q_offset: int, window_offset: int
-) -> tuple[Tensor | None, ...]:
+def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -> tuple[Tensor | None, ...]:
     """o, selected blocks [B, M, Hs, width], gates and the branches' LSEs [B, T, Hq]; None where there are none."""
     (q, k, v), lists = map(to_compute_dtype, batch[:3]), batch.block_indices
-    config, scale = spec.config, spec.softmax_scale
-    if spec.branches == SELECTED_ALONE:
+    spec, config, scale = batch.spec, batch.config, batch.spec.softmax_scale
+    if batch.alone:
         with component("slc"):
             o, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
         return o.to(batch.q.dtype), None, None, None, lse_slc, None
@@ -97,7 +97,7 @@ def _forward_batch(
             visible = visible_window(spec, window_offset)
             o_swa, lse_swa = attend_chunks(q, *map(to_compute_dtype, batch.of_window), visible, softmax_scale=scale)
     with component("compress"):
-        (_, k_exact, k_cmp), (_, _, v_cmp) = (compressed(batch, name, config) for name in "kv")
+        (_, k_exact, k_cmp), (_, _, v_cmp) = (compressed(batch, name) for name in "kv")
     with component("cmp"):
         visible = visible_compressed(spec, q_offset, k_cmp.shape[1])
         o_cmp, lse_cmp = attend_chunks(q, k_cmp, v_cmp, visible, softmax_scale=scale)
@@ -119,11 +119,11 @@ def to_compute_dtype(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype)) if x.device.type == "cpu" else x
 
 
-def compressed(batch: CallTensors, name: str, config: NSAConfig) -> tuple[Tensor | None, Tensor, Tensor]:
+def compressed(batch: Call, name: str) -> tuple[Tensor | None, Tensor, Tensor]:
     """Means of blocks of k or v (None with ``k_cmp`` or ``v_cmp``), compressed tokens not rounded, and rounded."""
     x, exact, mean = getattr(batch, name), getattr(batch, f"{name}_cmp"), None
     if exact is None:
-        mean = mean_pool(x, config=config)
+        mean = mean_pool(x, config=batch.config)
         exact = project(mean, getattr(batch, f"compress_{name}_weight"))
     return mean, exact, to_compute_dtype(exact.to(x.dtype))
 

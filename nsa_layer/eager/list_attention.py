@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import CallSpec, accumulation_dtype, mean_scale
+from nsa_layer.call import CallSpec, accumulation_dtype, mean_scale
 from nsa_layer.eager.chunk_attention import by_head, by_token, dot
 
 Tensor = torch.Tensor
@@ -176,7 +176,7 @@ def _chunks(q: Tensor, lists: Tensor, S: int, spec: CallSpec, q_offset: int) -> 
     lists[..., 1:].masked_fill_(lists.diff() == 0, -1)
     # With fewer pairs than a few tiles for each block most slots were empty; on a CPU queries of a tile share blocks.
     cpu = q.device.type == "cpu"
-    count = max(CPU_PAIRS, 4 * TILE * N // spec.q_tile) if cpu else max(GPU_PAIRS, 4 * TILE * N)
+    count = max(CPU_PAIRS, 4 * TILE * N // spec.config.q_tile) if cpu else max(GPU_PAIRS, 4 * TILE * N)
     step = max(1, count // lists.shape[2])
     together = max(1, step // T)
     for head in range(0, R, together):
@@ -184,7 +184,7 @@ def _chunks(q: Tensor, lists: Tensor, S: int, spec: CallSpec, q_offset: int) -> 
             heads, rows = slice(head, head + together), slice(begin, begin + step)
             t = torch.arange(begin, min(begin + step, T), device=q.device)
             limit = (t + q_offset + 1).clamp(max=S) if spec.causal else torch.full_like(t, S)
-            yield heads, rows, Pairs(lists[heads][:, t // spec.q_tile], limit, N, size)
+            yield heads, rows, Pairs(lists[heads][:, t // spec.config.q_tile], limit, N, size)
 
 
 def _blocks(x: Tensor, Hs: int, block_size: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer.call_spec import accumulation_dtype, mean_scale
+from nsa_layer.call import accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
 from nsa_layer.projection import project
 

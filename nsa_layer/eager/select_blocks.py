@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import CallSpec, accumulation_dtype, mean_scale
+from nsa_layer.call import CallSpec, accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
 
 Tensor = torch.Tensor

@@ -8,7 +8,7 @@ import torch
 
 from nsa_layer import autocast, support
 from nsa_layer.cached_call import TENSORS, CachedCall, check_call, refuse_aliases
-from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec
+from nsa_layer.call import DIFFERENTIABLE, CallSpec
 from nsa_layer.checks import lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.derivatives import refuse_transforms

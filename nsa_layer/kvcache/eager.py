@@ -14,7 +14,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_slots
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype
+from nsa_layer.call import Aux, Call, CallSpec, accumulation_dtype
 from nsa_layer.eager.pooling import compress
 
 Tensor = torch.Tensor
@@ -57,8 +57,8 @@ def attend(
         stored = {name: x[slots_of(x, pages[name][b], 0, spans[b][name][1])] for name, x in caches.items()}
         stored |= {weight: getattr(call, weight) for name, weight in weights.items() if name not in caches}
         offset = torch.tensor([ends[b] - lengths[b]], dtype=torch.int32)
-        tensors = CallTensors(**new[b] | stored, gate_weight=call.gate_weight, q_offset=offset)
-        (values,), auxes[b] = module.attend(tensors.as_batch(), spec=spec)
+        own = Call(**new[b] | stored, gate_weight=call.gate_weight, q_offset=offset, spec=spec)
+        (values,), auxes[b] = module.attend(own.as_batch())
         for row, value in zip(rows, (values, *(getattr(auxes[b], name)[0].mT for name in LSES))):
             row[b].copy_(value)
     return o, tuple(lse.mT for lse in lses), auxes

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from nsa_layer import autocast, derivatives
 from nsa_layer.cached_call import CACHES, TENSORS, CachedCall, spec_of
-from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
+from nsa_layer.call import CallSpec, accumulation_dtype, lse_shape
 from nsa_layer.operators import CONFIG, static_arguments
 from nsa_layer.operators.layer import NAMES, static_spec
 from nsa_layer.operators.registration import OPS, define, differentiate, needs_dispatcher, refuse_derivatives, register
@@ -37,9 +37,9 @@ def attend(call: CachedCall, spec: CallSpec, *, backend: str, validate: bool) ->
             o, lses = _on_backend(call, spec, backend=backend, validate=validate)
             increment_version([cache for name in CACHES if (cache := getattr(call, name)) is not None])
         else:
-            static = static_arguments(spec) | dict(max_seqlen_q=call.max_seqlen_q, num_splits=call.num_splits)
-            tensors = (getattr(call, name) for name in TENSORS)
-            o, *lses = OPS.with_kvcache(*tensors, **static, backend=backend, validate=validate)
+            static = static_arguments(replace(spec, backend=backend))
+            static |= dict(max_seqlen_q=call.max_seqlen_q, num_splits=call.num_splits, validate=validate)
+            o, *lses = OPS.with_kvcache(*(getattr(call, name) for name in TENSORS), **static)
         o = o if call.out is None else call.out.copy_(o)
     return refuse_gradients(call, o, tuple(lses))
 
@@ -67,7 +67,6 @@ def _on_backend(call: CachedCall, spec: CallSpec, *, backend: str, validate: boo
 
 def _compute(
     *tensors: Tensor | None,
-    backend: str,
     validate: bool,
     max_seqlen_q: int | None = None,
     num_splits: int = 0,
@@ -76,7 +75,7 @@ def _compute(
     config = static_spec(map(static.__getitem__, NAMES), listed=False).config
     options = dict(config=config, max_seqlen_q=max_seqlen_q, num_splits=num_splits)
     call = CachedCall(**dict(zip(TENSORS, tensors, strict=True)), **options)
-    how = dict(backend=backend, validate=validate)
+    how = dict(backend=static["backend"], validate=validate)
     o, lses = _on_backend(call, spec_of(call, static["softmax_scale"], **how), **how)
     return o, *(lse.contiguous() for lse in lses)
 
@@ -92,7 +91,7 @@ def _schema() -> str:
     for field in fields(CachedCall)[: len(TENSORS)]:
         kind = f"Tensor({aliases[field.name]}!)" if field.name in aliases else "Tensor"
         tensors.append(f"{kind}{'?' * (field.default is not MISSING)} {field.name}")
-    options = f"{CONFIG}, str backend, bool validate, int? max_seqlen_q=None, int num_splits=0"
+    options = f"{CONFIG}, bool validate, int? max_seqlen_q=None, int num_splits=0"
     return f"with_kvcache({', '.join(tensors)}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 

@@ -12,7 +12,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.nn.functional import pad
 
 from nsa_layer import derivatives, support
-from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, Aux, CallSpec, CallTensors, Saved
+from nsa_layer.call import DIFFERENTIABLE, SELECTED_ALONE, TENSORS, Aux, Call, CallSpec, Saved
 from nsa_layer.checks import check_lengths, check_list_count, check_lists, check_positions, starts_of_lengths
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
@@ -22,23 +22,19 @@ from nsa_layer.saved import exact_saved, saved_shapes, with_capacity
 Tensor = torch.Tensor
 Lengths = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 NOTHING = (False, False, False)
-OF_LAYER = CallTensors._fields
 CONFIG = (
     "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
     "int compress_offset, int init_blocks, int local_blocks, bool deterministic, str rule, bool causal, "
-    "float softmax_scale, str branches"
+    "float softmax_scale, str branches, str backend"
 )
 NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
-COUNT, FIELDS = len(DIFFERENTIABLE), len(Saved._fields)
+INPUTS, COUNT, FIELDS = len(TENSORS), len(DIFFERENTIABLE), len(Saved._fields)
 
 
 def attend(
-    tensors: CallTensors,
+    call: Call,
     *,
-    spec: CallSpec,
-    backend: str = "cute",
     memory: MemoryPolicy = MemoryPolicy(),
-    needs_grad: bool = True,
     return_aux: bool = True,
 ) -> tuple[Tensor, Aux | Tensor | None]:
     """o and `Aux`, or of `selected_attention` the log-sum-exp; arguments as they have been checked.
@@ -46,41 +42,45 @@ def attend(
     In graphs and modes the policy says what is saved, and groups of heads follow, when they run, from what is free.
     Where the dispatcher would do nothing, which takes time, the operator is called as a function.
     """
-    (q, k), config, alone = tensors[:2], spec.config, spec.branches == SELECTED_ALONE
+    (q, k), spec, needs_grad = call[:2], call.spec, call.needs_grad
     if spec.lengths is not None:  # no second look at what may be on a GPU
-        of_keys = None if tensors.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
-        tensors = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
-    elif stay_on_gpu(tensors.cu_seqlens):
-        tensors = _with_rows(tensors, q.shape[0] // config.stride)
-    planned = backend == "cute" and not alone
-    heads, kept = k.shape[-2] if alone else None, kept_in_graphs(memory, needs_grad) if planned else NOTHING
-    if planned and not dispatcher_sees(q):
-        plan = plan_memory(Sizes.of(tensors, spec=spec, needs_grad=needs_grad), memory, q.device)
-        heads, kept = plan.groups[0][1], plan.kept
-    static = (*static_arguments(spec).values(), backend, heads, memory.budget, kept, spec.bound, needs_grad)
+        of_keys = None if call.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
+        call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
+    elif stay_on_gpu(call.cu_seqlens):
+        call = _with_rows(call, q.shape[0] // spec.config.stride)
+    heads, kept = k.shape[-2], NOTHING
+    if spec.backend == "cute" and not call.alone:
+        if dispatcher_sees(q):
+            heads, kept = None, kept_in_graphs(memory, needs_grad)
+        else:
+            plan = plan_memory(Sizes.of(call, needs_grad=needs_grad), memory, q.device)
+            heads, kept = plan.groups[0][1], plan.kept
+    static = (*static_arguments(spec).values(), heads, memory.budget, kept, spec.bound, needs_grad)
+    tensors = call.tensors
     if needs_dispatcher(tensors):
         o, *saved = OP(*tensors, *static)
-    elif tensors.needs_grad:
+    elif needs_grad:
         o, *saved = APPLY(_without_capacity, *unwrap_dead_wrappers(tensors), *static)
     else:
         with torch.no_grad():
             o, *saved = _without_capacity(*tensors, *static)
-    if alone or not return_aux:
-        return o, Saved(*saved[:-2]).lse_slc if alone else None
-    return o, _aux(Saved(*saved[:-2]), tensors, spec)
+    saved = Saved(*saved[:-2])
+    if call.alone:
+        return o, saved.lse_slc
+    return o, _aux(saved, call) if return_aux else None
 
 
-def _aux(saved: Saved, tensors: CallTensors, spec: CallSpec) -> Aux:
+def _aux(saved: Saved, call: Call) -> Aux:
     """`Aux` of what the operator returned, lists without the capacity that a graph's have."""
-    lists, config = saved.block_indices, spec.config
-    if tensors.block_indices is None:
+    lists, spec, config = saved.block_indices, call.spec, call.config
+    if call.block_indices is None:
         if not torch.compiler.is_compiling():
             rows = sum(map(config.num_tiles, spec.lengths)) if spec.lengths else lists.shape[-3]
-            width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or tensors.q.shape[-3])
+            width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or call.q.shape[-3])
             lists = lists.narrow(-3, 0, rows)[..., :width]
-    absent = {} if tensors.gate != "none" else dict(g=None)
+    absent = {} if call.gate != "none" else dict(g=None)
     absent |= {} if config.window_size else dict(lse_swa=None)
-    return saved._replace(block_indices=lists, **absent).aux(tensors)
+    return saved._replace(block_indices=lists, **absent).aux(call)
 
 
 class Attend(derivatives.ReverseMode):
@@ -94,9 +94,9 @@ class Attend(derivatives.ReverseMode):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
         run, *args = inputs
-        tensors, ctx.static = CallTensors(*args[: len(OF_LAYER)]), args[len(OF_LAYER) :]
-        ctx.dispatched, o = run is not _without_capacity, output[0] if reads_output(ctx.static) else None
-        ctx.save_for_backward(*tensors[:COUNT], tensors.block_indices, tensors.q_offset, o, *output[1:])
+        call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], run is not _without_capacity
+        o = output[0] if reads_output(ctx.static) else None
+        ctx.save_for_backward(*call.differentiable, call.block_indices, call.q_offset, o, *output[1:])
         ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None))
         ctx.set_materialize_grads(False)
 
@@ -111,58 +111,57 @@ class Attend(derivatives.ReverseMode):
         return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - COUNT)
 
 
-def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
+def _with_rows(call: Call, rows: int) -> Call:
     """With as many rows of k_cmp or v_cmp as the kernels make of the other where the host knows no lengths."""
-    if (tensors.k_cmp is None) == (tensors.v_cmp is None):
-        return tensors
-    return tensors.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
+    if (call.k_cmp is None) == (call.v_cmp is None):
+        return call
+    return call.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
 
 
 def static_arguments(spec: CallSpec) -> dict[str, Any]:
     """The arguments of the operators that are no tensors, in their order."""
     sizes = dict(compress_size=spec.config.span, compress_stride=spec.config.stride, compress_offset=spec.config.offset)
     more = dict(causal=spec.causal, softmax_scale=spec.softmax_scale, branches=" ".join(spec.branches))
-    return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-3]} | more
+    more["backend"] = spec.backend
+    return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-4]} | more
 
 
 def reads_output(static: Sequence[Any]) -> bool:
-    """True if backward reads o: that of the selected branch alone on the kernels.
-
-    Args:
-        static: `static_arguments`, and the backend.
-    """
-    return tuple(static[len(NAMES) - 1 : len(NAMES) + 1]) == (" ".join(SELECTED_ALONE), "cute")
+    """True if backward reads o: that of the selected branch alone on the kernels; by `static_arguments`, and others."""
+    return tuple(static[len(NAMES) - 2 : len(NAMES)]) == (" ".join(SELECTED_ALONE), "cute")
 
 
-def static_spec(static: Iterable[Any], *, listed: bool, lengths: Lengths = (None, None)) -> CallSpec:
-    """The inverse of `static_arguments`, of their values; lengths are of queries and of keys."""
-    return _call_spec(tuple(static), lengths, listed)
+def static_spec(static: Iterable[Any], *, listed: bool = False, lengths: Lengths = (None, None)) -> CallSpec:
+    """The inverse of `static_arguments`, of their values, which others may follow; lengths are of queries and of
+    keys."""
+    return _call_spec(tuple(static)[: len(NAMES)], lengths, listed)
 
 
 @lru_cache(maxsize=256)
 def _call_spec(static: tuple[Any, ...], lengths: Lengths, listed: bool) -> CallSpec:
-    *of_config, causal, softmax_scale, branches = static
+    *of_config, causal, softmax_scale, branches, backend = static
     of, branches = dict(zip(NAMES, of_config)), tuple(branches.split())
     config = (ListConfig if branches == SELECTED_ALONE else NSAConfig)(**of)
-    return CallSpec(config, causal, softmax_scale, *lengths, listed=listed, branches=branches)
+    return CallSpec(config, causal, softmax_scale, *lengths, listed=listed, branches=branches, backend=backend)
 
 
-def _spec(static: Sequence[Any], tensors: CallTensors, backend: str, bound: int | None) -> CallSpec:
-    """The static side of a call that runs; starts that the kernels read are left on the GPU."""
-    q, cu_seqlens, cu_seqlens_k = tensors.q, tensors.cu_seqlens, tensors.cu_seqlens_k
-    of_call = partial(static_spec, static, listed=tensors.block_indices is not None)
+def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | None) -> Call:
+    """The call that an operator computes; starts that the kernels read are left on the GPU."""
+    call = Call(*tensors)
+    q, cu_seqlens, cu_seqlens_k = call.q, call.cu_seqlens, call.cu_seqlens_k
+    of_call = partial(static_spec, static, listed=call.block_indices is not None)
     if cu_seqlens is None:
-        return of_call()
-    if _leaves_starts(tensors, backend):
-        return replace(of_call(), bound=min(bound or q.shape[0], q.shape[0]))
+        return call._replace(spec=of_call())
+    if _leaves_starts(call, static_spec(static).backend):
+        return call._replace(spec=replace(of_call(), bound=min(bound or q.shape[0], q.shape[0])))
     of_q, of_k = check_lengths(cu_seqlens, q, "cu_seqlens", "q"), None
     if cu_seqlens_k is not None:
-        of_k = check_lengths(cu_seqlens_k, tensors.k, "cu_seqlens_k", "k")
-    return of_call(lengths=(of_q, of_k))
+        of_k = check_lengths(cu_seqlens_k, call.k, "cu_seqlens_k", "k")
+    return call._replace(spec=of_call(lengths=(of_q, of_k)))
 
 
-def _leaves_starts(tensors: CallTensors, backend: str) -> bool:
-    starts = tensors.cu_seqlens, tensors.cu_seqlens_k
+def _leaves_starts(call: Call, backend: str) -> bool:
+    starts = call.cu_seqlens, call.cu_seqlens_k
     return backend == "cute" and stay_on_gpu(starts[0]) and (starts[1] is None or stay_on_gpu(starts[1]))
 
 
@@ -170,47 +169,40 @@ def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
     """o, the fields of `Saved`, and copies of starts of queries and of keys.
 
     Args:
-        args: of the operator: tensors, options, backend; key/value heads of a group (None: as many as fit the
+        args: of the operator: tensors, options; key/value heads of a group (None: as many as fit the
             budget, or what is free); the budget; outputs to save; bound; needs_grad.
         capacity: False for the shapes that the lengths ask for, and any strides, instead of those of an operator.
     """
-    tensors, (*static, backend, heads, budget, kept, bound, needs_grad) = _split(args)
-    q, spec = tensors.q, _spec(static, tensors, backend, bound)
-    if tensors.block_indices is not None:
-        check_lists_of(tensors.block_indices, q, tensors.k, spec, tensors.cu_seqlens)
-    if spec.branches == SELECTED_ALONE and spec.bound is None:
-        pairs = zip(spec.lengths or q.shape[1:2], spec.key_lengths or tensors.k.shape[1:2])
-        check_positions(tensors.q_offset, tuple(pairs), causal=spec.causal)
+    *static, heads, budget, kept, bound, needs_grad = args[INPUTS:]
+    call = _call(args[:INPUTS], static, bound)
+    q, spec = call.q, call.spec
+    if call.block_indices is not None:
+        check_lists_of(call)
+    if call.alone and spec.bound is None:
+        pairs = zip(spec.lengths or q.shape[1:2], spec.key_lengths or call.k.shape[1:2])
+        check_positions(call.q_offset, tuple(pairs), causal=spec.causal)
     with torch.cuda.device_of(q):
-        tensors = exact_rows(tensors, spec)
-        how = dict(spec=spec)
-        if backend == "cute":
-            how |= dict(plan=plan_of(tensors, spec, heads, budget, kept, needs_grad), backward=needs_grad)
-        o, saved = support.pages(backend).forward(tensors, **how)
+        call = exact_rows(call)
+        plan = plan_of(call, heads, budget, kept, needs_grad)
+        o, saved = support.pages(spec.backend).forward(call, plan=plan, backward=needs_grad)
         if capacity:
-            shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend)
-            pairs = zip(saved, shapes, strict=True)
+            pairs = zip(saved, saved_shapes(call, kept=kept), strict=True)
             o, *saved = (x if x is None else as_output(x) for x in (o, *(with_capacity(*pair) for pair in pairs)))
-    starts = tensors.cu_seqlens, tensors.cu_seqlens_k
+    starts = call.cu_seqlens, call.cu_seqlens_k
     return o, *saved, *(copied(x, q, left=spec.bound is not None) for x in starts)
 
 
 _without_capacity = partial(_attend, capacity=False)
 
 
-def _split(args: Sequence[Any]) -> tuple[CallTensors, Sequence[Any]]:
-    """The tensors, and the other arguments of the operator."""
-    return CallTensors(*args[: len(OF_LAYER)]), args[len(OF_LAYER) :]
-
-
 def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
-    tensors, (*static, backend, _, _, kept, _, _) = _split(args)
-    q, left = tensors.q, _leaves_starts(tensors, backend)
-    spec = static_spec(static, listed=tensors.block_indices is not None)
-    shapes = saved_shapes(tensors, spec=spec, kept=kept, backend=backend)
+    call, (*static, _, _, kept, _, _) = Call(*args[:INPUTS]), args[INPUTS:]
+    call = call._replace(spec=static_spec(static, listed=call.block_indices is not None))
+    q, left = call.q, _leaves_starts(call, call.spec.backend)
+    shapes = saved_shapes(call, kept=kept)
     saved = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
-    starts = (copied_fake(x, q, left=left) for x in (tensors.cu_seqlens, tensors.cu_seqlens_k))
-    return q.new_empty((*q.shape[:-1], tensors.v.shape[-1])), *saved, *starts
+    starts = (copied_fake(x, q, left=left) for x in (call.cu_seqlens, call.cu_seqlens_k))
+    return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *starts
 
 
 def _attend_backward(do: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -221,43 +213,36 @@ def _attend_backward(do: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
             what is no tensor as for `_attend`; and which gradients are needed.
     """
     inputs, (block_indices, q_offset, o, *args) = args[:COUNT], args[COUNT:]
-    saved, (starts, starts_k, *static, backend, heads, budget, kept, bound, _, needs) = args[:FIELDS], args[FIELDS:]
+    saved, (starts, starts_k, *static, heads, budget, kept, bound, _, needs) = args[:FIELDS], args[FIELDS:]
     of_q, of_k = (x if x.numel() else None for x in (starts, starts_k))
-    tensors = CallTensors(*inputs, of_q, block_indices, q_offset, of_k)
-    lengths = lengths_of(starts), lengths_of(starts_k)
-    spec = static_spec(static, listed=block_indices is not None, lengths=lengths)
+    spec = static_spec(static, listed=block_indices is not None, lengths=(lengths_of(starts), lengths_of(starts_k)))
     if stay_on_gpu(starts):
-        spec = replace(spec, bound=min(bound or tensors.q.shape[0], tensors.q.shape[0]))
+        spec = replace(spec, bound=min(bound or inputs[0].shape[0], inputs[0].shape[0]))
     with torch.cuda.device_of(do):
-        tensors = exact_rows(tensors, spec)
-        saved = exact_saved(saved, tensors, spec=spec, kept=kept, backend=backend)
-        how = dict(spec=spec)
-        if backend == "cute":
-            how |= dict(plan=plan_of(tensors, spec, heads, budget, kept, True), o=o)
-        grads = support.pages(backend).backward(tensors, saved, do, **how)
+        call = exact_rows(Call(*inputs, of_q, block_indices, q_offset, of_k, spec))
+        saved, plan = exact_saved(saved, call, kept=kept), plan_of(call, heads, budget, kept, True)
+        grads = support.pages(spec.backend).backward(call, saved, do, plan=plan, o=o)
     wanted = (d if need else None for d, need in zip(grads, needs, strict=True))
     return tuple([None if d is None else _promised(d, x) for d, x in zip(wanted, inputs, strict=True)])
 
 
-def exact_rows(tensors: CallTensors, spec: CallSpec) -> CallTensors:
-    """The tensors without the rows that k_cmp and v_cmp of packed sequences have beyond their lengths in a graph."""
-    if spec.lengths is None:
-        return tensors
-    blocks, compressed = sum(map(spec.config.compressed_length, spec.lengths)), (tensors.k_cmp, tensors.v_cmp)
+def exact_rows(call: Call) -> Call:
+    """The call without the rows that k_cmp and v_cmp of packed sequences have beyond their lengths in a graph."""
+    if call.spec.lengths is None:
+        return call
+    blocks, compressed = sum(map(call.config.compressed_length, call.spec.lengths)), (call.k_cmp, call.v_cmp)
     for x in compressed:
         if x is not None and x.shape[0] < blocks:
             raise ValueError(f"k_cmp and v_cmp must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")
-    return tensors.map(lambda x: x[:blocks], ("k_cmp", "v_cmp"))
+    return call.map(lambda x: x[:blocks], ("k_cmp", "v_cmp"))
 
 
-def check_lists_of(
-    block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec, cu_seqlens: Tensor | None = None
-) -> None:
+def check_lists_of(call: Call) -> None:
     """`check_lists`, as far as the host knows lengths."""
-    if spec.bound is not None:
-        check_list_count(block_indices, q, cu_seqlens, spec.q_tile)
+    if call.spec.bound is not None:
+        check_list_count(call.block_indices, call.q, call.cu_seqlens, call.config.q_tile)
     else:
-        check_lists(block_indices, q, k.shape[-2], spec.num_lists(q), packed=spec.lengths is not None)
+        check_lists(call.block_indices, call.q, call.k.shape[-2], call.num_lists, packed=call.spec.lengths is not None)
 
 
 def lengths_of(starts: Tensor) -> tuple[int, ...] | None:
@@ -306,13 +291,13 @@ def _backward_fake(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 def schema_of(names: Sequence[str]) -> str:
     """The part of a schema that is tensors of a call."""
-    return ", ".join(f"Tensor{'?' * (name in CallTensors._field_defaults)} {name}" for name in names)
+    return ", ".join(f"Tensor{'?' * (name in Call._field_defaults)} {name}" for name in names)
 
 
-STATIC = f"{CONFIG}, str backend, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad"
+STATIC = f"{CONFIG}, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad"
 SAVED = ("block_indices", "q_offset", "o", *(f"saved_{name}" for name in Saved._fields))
 OF_BACKWARD = (schema_of(DIFFERENTIABLE), *(f"Tensor? {name}" for name in SAVED), "Tensor starts, Tensor starts_k")
-OP, _compute = define("attend", f"{schema_of(OF_LAYER)}, {STATIC}", 3 + FIELDS, _attend, _attend_fake)
+OP, _compute = define("attend", f"{schema_of(TENSORS)}, {STATIC}", 3 + FIELDS, _attend, _attend_fake)
 _schema = f"Tensor do, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
 BACKWARD_OP, _compute_backward = define("attend_backward", _schema, COUNT, _attend_backward, _backward_fake)
 differentiate(OP, _compute, Attend)

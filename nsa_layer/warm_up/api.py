@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from nsa_layer.call_spec import CallSpec, Signature
+from nsa_layer.call import CallSpec, Signature
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, kept_in_graphs
 from nsa_layer.support import device_arch, kernel_family

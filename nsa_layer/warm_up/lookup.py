@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from nsa_layer.cached_call import CachedCall
-from nsa_layer.call_spec import CallTensors, Signature
+from nsa_layer.call import Call, Signature
 from nsa_layer.cute.memory_plan import MemoryPolicy
 
 # The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
@@ -150,18 +150,18 @@ def make_call(call: Signature) -> None:
     with FakeTensorMode(), OnMeta(), torch.no_grad():
         tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
         if call.plan is not None:
-            return _make(CallTensors(**tensors), call)
+            return _make(Call(**tensors, spec=call.spec), call)
         from nsa_layer.cute.kvcache import step
 
         cached, memory = CachedCall(**tensors, config=call.spec.config), MemoryPolicy(budget=sys.maxsize)
         step(cached, call.spec, memory=memory)
 
 
-def _make(tensors: CallTensors, call: Signature) -> None:
+def _make(call: Call, signature: Signature) -> None:
     from nsa_layer.cute.pages import backward, forward
 
-    groups = {end - first: (first, end) for first, end in call.plan.groups}
-    how = dict(spec=call.spec, plan=replace(call.plan, groups=tuple(groups.values())), together=False)
-    o, saved = forward(tensors, backward=call.backward, **how)
-    if call.backward:
-        backward(tensors, saved, torch.empty_like(o), o=o, **how)
+    groups = {end - first: (first, end) for first, end in signature.plan.groups}
+    how = dict(plan=replace(signature.plan, groups=tuple(groups.values())), together=False)
+    o, saved = forward(call, backward=signature.backward, **how)
+    if signature.backward:
+        backward(call, saved, torch.empty_like(o), o=o, **how)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 
-from nsa_layer.call_spec import Signature
+from nsa_layer.call import Signature
 from nsa_layer.warm_up.lookup import Kernel, compile_kernel, kernel_files
 
 IDLE = 300.0  # seconds without an order before it ends

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_layer.call_spec import Aux
+from nsa_layer.call import Aux
 from nsa_layer.kvcache.nsa_cache import NSACache
 from nsa_layer.module import NSAttention
 from nsa_layer.rope import RotaryEmbedding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from matplotlib.colors import LinearSegmentedColormap
 
-from nsa_layer.call_spec import Aux
+from nsa_layer.call import Aux
 from nsa_layer.config import NSAConfig
 from nsa_tools.demo.model import ByteModel
 from nsa_tools.report.figures import INK, MUTED, clean_axes, new_figure, to_png

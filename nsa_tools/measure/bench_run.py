@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from nsa_layer.api import nsa
-from nsa_layer.call_spec import Aux
+from nsa_layer.call import Aux
 from nsa_layer.kernels.union_lists.sizes import ROWS
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.measure.timed_calls import (

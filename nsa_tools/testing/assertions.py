@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 
 from nsa_layer import reference
-from nsa_layer.call_spec import CallTensors, accumulation_dtype
+from nsa_layer.call import Call, accumulation_dtype
 from nsa_tools.testing.cases import LSES, Backend, Case, Inputs, Result, make_inputs, run
 
 
@@ -147,8 +147,8 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
     wanted = {name: getattr(exact, name) for name in ("q", "k", "compress_k_weight", "k_cmp", "k_win")}
     wanted = {name: x.detach().requires_grad_() for name, x in wanted.items() if x is not None}
     exact = replace(exact, **wanted)
-    tensors = CallTensors(**exact.tensors(), block_indices=block_indices)
-    branches, lses, _ = reference.attend_branches(tensors, spec=case.spec)
+    call = Call(**exact.tensors(), block_indices=block_indices, spec=case.spec)
+    branches, lses, _ = reference.attend_branches(call)
     g = reference.gate_values(exact.q, exact.gate_weight, exact.gates).detach()
     generator = torch.Generator().manual_seed(case.seed)
     moved = torch.zeros((), dtype=torch.float64, device=exact.q.device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.call_spec import DIFFERENTIABLE, OWN_KEYS, Aux, CallSpec, CallTensors
+from nsa_layer.call import DIFFERENTIABLE, OWN_KEYS, Aux, Call, CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_tools.testing.pasteable import Pasteable
 
@@ -88,7 +88,7 @@ class Inputs:
 
     def compressed_keys(self) -> list[torch.Tensor | None]:
         """k_cmp [Tc, Hkv, D] of each sequence; None where none is given."""
-        return [own.k_cmp for own in CallTensors(**self.tensors()).sequences(self.case.spec)]
+        return [own.k_cmp for own in Call(**self.tensors(), spec=self.case.spec).sequences()]
 
     def sequences(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
         """q and k [T, H, D] of each sequence, and where its tiles stand in a packed choice of blocks."""
@@ -169,7 +169,7 @@ def run(backend: Backend, inputs: Inputs, block_indices: torch.Tensor | None = N
         static = dict(config=case.config, causal=case.causal, backend=backend, return_aux=True)
         o, aux = nsa(**tensors, **static, **options)
     else:
-        o, aux = backend(CallTensors(**tensors), spec=case.spec, **options)
+        o, aux = backend(Call(**tensors, spec=case.spec), **options)
     if case.lengths is not None and block_indices is None:  # without the capacity for other lengths
         rows, width = sum(map(case.config.num_tiles, case.lengths)), case.config.list_width(max(case.lengths))
         aux = replace(aux, block_indices=aux.block_indices[:rows, :, :width])

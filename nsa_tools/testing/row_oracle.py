@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_layer import reference
-from nsa_layer.call_spec import accumulation_dtype
+from nsa_layer.call import accumulation_dtype
 from nsa_layer.config import NSAConfig
 from nsa_tools.testing.assertions import rounding_of_keys, rounding_of_scores
 

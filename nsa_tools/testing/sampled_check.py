@@ -16,7 +16,7 @@ import torch
 
 from nsa_layer import reference
 from nsa_layer.api import nsa
-from nsa_layer.call_spec import Aux, accumulation_dtype
+from nsa_layer.call import Aux, accumulation_dtype
 from nsa_layer.cute.chunked import token_slices
 from nsa_tools.shape import Shape
 from nsa_tools.testing import row_oracle

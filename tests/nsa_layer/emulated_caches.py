@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig
-from nsa_layer.call_spec import CallTensors
+from nsa_layer.call import Call
 from nsa_layer.cute import kvcache
 from nsa_layer.eager.forward import attend
 from nsa_layer.eager.pooling import mean_pool
@@ -128,9 +128,10 @@ def invalidate_rows(o, lses, slots, cu_seqlens):
             _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
 
 
-def infer(tensors, spec, memory, pages, side_stream):
+def infer(call, memory, pages, side_stream):
     """Eager's, of keys of which those behind the last query's are finite for a while."""
-    given = tensors._asdict()
+    given = call._asdict()
+    spec = given.pop("spec")
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
     if pages is not None:
         k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages.table]) for x in (k, v))
@@ -148,7 +149,7 @@ def infer(tensors, spec, memory, pages, side_stream):
                 for x in (k, v, given["k_win"], given["v_win"])
             )
     if spec.bound is not None:
-        lengths = tensors.cu_seqlens.diff().tolist()
+        lengths = call.cu_seqlens.diff().tolist()
         assert max(lengths) <= spec.bound
         spec = replace(spec, lengths=tuple(lengths), bound=None)
     config, lengths = spec.config, spec.lengths or [q.shape[1]] * len(q)
@@ -162,9 +163,9 @@ def infer(tensors, spec, memory, pages, side_stream):
         for part, first, T in zip(parts, q_offset.tolist(), lengths):
             end = first + T if "cmp" not in name else config.compressed_length(first + T)
             # Keys on pages are read by the block, those of the window are none behind the last.
-            behind = BEHIND if pages is None or "cmp" in name else 0 if "win" in name else -end % tensors.k.shape[1]
+            behind = BEHIND if pages is None or "cmp" in name else 0 if "win" in name else -end % call.k.shape[1]
             # A sequence without a place reads what lies in front, and its rows are blanked.
             assert T == 0 or part[:end].isnan().any() or part[: end + behind].isfinite().all(), name
     k, v = k.nan_to_num(), v.nan_to_num()
     given |= {name: x if x is None else x.nan_to_num() for name, x in own.items()}
-    return attend(CallTensors(q, k, v, q_offset=q_offset, **given), spec=spec)
+    return attend(Call(q, k, v, q_offset=q_offset, **given, spec=spec))

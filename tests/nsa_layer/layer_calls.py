@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_layer.call_spec import SELECTED_ALONE, CallTensors
+from nsa_layer.call import SELECTED_ALONE, Call
 from nsa_layer.config import ListConfig
 from nsa_layer.operators import static_arguments
 from nsa_layer.operators.layer import NAMES
@@ -36,7 +36,7 @@ def operator_call(
     alone: bool = False,
     kept: Iterable[bool] = (False,) * 3,
     **static: Any,
-) -> tuple[CallTensors, dict[str, Any]]:
+) -> tuple[Call, dict[str, Any]]:
     """Tensors and static arguments of `OPS.attend`; heads come first in memory.
 
     Args:
@@ -58,8 +58,9 @@ def operator_call(
         tiles = list(map(case.config.num_tiles, case.lengths or (case.T,)))
         lead = (case.B, *tiles) if case.lengths is None else (sum(tiles),)
         tensors["block_indices"] = torch.zeros(*lead, case.Hkv, lists, dtype=torch.int32, device=device)
-    options |= dict(backend=backend, kept=list(kept)) | static
-    return CallTensors(**tensors, cu_seqlens=inputs.cu_seqlens), static_arguments(spec) | options
+    options |= dict(kept=list(kept)) | static
+    spec = replace(spec, backend=backend)
+    return Call(**tensors, cu_seqlens=inputs.cu_seqlens), static_arguments(spec) | options
 
 
 class Noted(TorchDispatchMode):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nsa_layer import ContextParallel, NSAConfig, shard_sequence
-from nsa_layer.call_spec import CallTensors
+from nsa_layer.call import Call
 from nsa_layer.context_parallel import gather, gather_loop, heads, layout
 from nsa_layer.context_parallel.checks import BLOCKS, KINDS, TILES, TOKENS, WEIGHTS
 from nsa_layer.context_parallel.layout import ShardLayout
@@ -115,8 +115,8 @@ def in_steps(work: Callable[..., None]) -> Callable[..., None]:
     return worked
 
 
-def own_heads_in_two(tensors: CallTensors, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
-    own = tensors.k.shape[-2] // cp.size
+def own_heads_in_two(call: Call, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
+    own = call.k.shape[-2] // cp.size
     return [1, own - 1][:own]
 
 

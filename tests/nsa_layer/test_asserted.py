@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa_layer import ContextParallel, nsa, selected_attention
+from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention
 from nsa_layer.asserted import assert_numbers
+from nsa_layer.call import Call, CallSpec
+
+Tensor = torch.Tensor
 
 
 def starts_of(*lengths: int) -> torch.Tensor:
@@ -23,7 +26,12 @@ def test_a_graph_asserts_numbers() -> None:
     q, k = torch.zeros(40, 4, 8), torch.zeros(55, 2, 8)
     starts, of_keys = starts_of(0, 17, 23), starts_of(9, 11, 35)
     lists = torch.tensor([[[1]] * 2] * 5 + [[[4]] * 2] * 6, dtype=torch.int32)
-    plain = partial(assert_numbers, q_tile=4)
+    spec = CallSpec(NSAConfig(block_size=4, q_tile=4), True, 1.0)
+
+    def plain(q: Tensor, k: Tensor, lists: Tensor | None, *starts: Tensor | None, **more: int) -> None:
+        named = dict(zip(("cu_seqlens", "cu_seqlens_k"), starts))
+        assert_numbers(Call(q, k, k, block_indices=lists, spec=spec, **named), **more)
+
     call = torch.compile(plain, fullgraph=True, backend="aot_eager")
     call(q, k, lists, starts, of_keys)
     plain(q[None], k[None], lists[None] + 2, None)

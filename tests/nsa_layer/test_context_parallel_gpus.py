@@ -13,7 +13,7 @@ from rank_cases import MODES, OnRanks, by_ranks, in_steps, part_of, step
 
 from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, shard_sequence, unshard_sequence
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors
+from nsa_layer.call import Aux, Call
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, Case, make_inputs
 
@@ -68,13 +68,13 @@ class _Mean(torch.autograd.Function):
         return (mean / ctx.cp.size).to(d.dtype), None
 
 
-def whole_call(cp: ContextParallel, given: CallTensors, *, spec: CallSpec) -> Any:
+def whole_call(cp: ContextParallel, given: Call) -> Any:
     """`nsa` of the ranks' parts, as a call of the whole; each rank's gradient of the whole output is all of it."""
     dim = 1 if given.cu_seqlens is None else 0
     named = {name: x for name, x in given.arguments().items() if x is not None and name != "cu_seqlens"}
     parts = {name: _Mean.apply(x, cp) for name, x in named.items()}
     parts = {name: shard_sequence(x, cp, dim=dim) if name in OF_TOKENS else x for name, x in parts.items()}
-    static = dict(config=spec.config, causal=spec.causal, cu_seqlens=given.cu_seqlens)
+    static = dict(config=given.config, causal=given.spec.causal, cu_seqlens=given.cu_seqlens)
     o, aux = nsa(**parts, **static, backend="cute", cp=cp, return_aux=True)
 
     def whole(x: Tensor, dim: int = dim) -> Tensor:

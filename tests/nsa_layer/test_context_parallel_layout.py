@@ -14,7 +14,7 @@ from rank_cases import RANKS, SMALL, by_ranks
 from stub_kernels import stubbed_layer
 
 from nsa_layer import ContextParallel, NSAConfig, nsa
-from nsa_layer.call_spec import CallSpec, CallTensors, Saved
+from nsa_layer.call import Call, CallSpec, Saved
 from nsa_layer.context_parallel import gather, gather_loop, heads
 from nsa_layer.context_parallel.layout import query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
@@ -67,18 +67,18 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
     with stubbed_layer():
         called: list[tuple[Any, ...]] = []
 
-        def backward(tensors: CallTensors, *given: Any, window_adds: bool, spec: CallSpec) -> tuple[None, ...]:
-            called.append((tensors, *given[3:], window_adds))
+        def backward(call: Call, *given: Any, window_adds: bool) -> tuple[None, ...]:
+            called.append((call, *given[3:], window_adds))
             return (None,) * 6
 
         monkeypatch.setattr(page, "backward_group", backward)
         monkeypatch.setattr(gather_loop, "exact_saved", lambda *_, **__: Saved())
         q, k = (torch.zeros(1, T, heads, 64, dtype=torch.bfloat16) for T, heads in ((150, 4), (300, 2)))
         cp = SimpleNamespace(chunks=(1,), num_chunks=2, size=2, rank=1, load_balance=None)
-        spec, own = CallSpec(SMALL, True, 1.0), CallTensors(q, k[:, :150], k[:, :150])
+        spec, own = CallSpec(SMALL, True, 1.0), Call(q, k[:, :150], k[:, :150])
         monkeypatch.setattr(gather_loop, "ranks_of", lambda: cp)
-        loop = gather_loop.GatherLoop(own, (*static_arguments(spec).values(), "cute", (True,) * 3, True))
-        (shard,), given = loop.shards, CallTensors(q, k, k)
+        loop = gather_loop.GatherLoop(own.tensors, (*static_arguments(spec).values(), (True,) * 3, True))
+        (shard,), given = loop.shards, Call(q, k, k, spec=spec)
         grads = loop._attend_backward(given, shard, q, None, Saved(), torch.empty_like(q))
         _, dk, dv, *_, dk_win, dv_win = grads
         ((given, _, *grads, adds),) = called
@@ -119,7 +119,7 @@ def test_auto_takes_heads_where_ranks_divide_them(group: Any) -> None:
 )
 def test_long_calls_gather_what_is_less(T: int, Hq: int, Hkv: int, ranks: int, better: bool) -> None:
     q, k = (torch.empty(1, T // ranks, H, 128, device="meta") for H in (Hq, Hkv))
-    assert gather.is_better(SimpleNamespace(size=ranks), CallTensors(q, k, k), NSAConfig()) == better
+    assert gather.is_better(SimpleNamespace(size=ranks), Call(q, k, k), NSAConfig()) == better
 
 
 @pytest.mark.parametrize("list_heads", [8, 32])
@@ -127,8 +127,8 @@ def test_memory_is_planned_for_lists_of_the_heads_of_a_rank(list_heads: int, mon
     planned = []
     monkeypatch.setattr(gather, "plan_memory", lambda sizes, *_: planned.append(sizes) or SimpleNamespace(kept=[True]))
     q, k, v, lists = (torch.empty(1, 64, count, 4, device="meta") for count in (32, 8, 8, list_heads))
-    tensors, spec = CallTensors(q, k, v, block_indices=lists), CallSpec(SMALL, True, 1.0)
-    gather.kept_of_shard(tensors, 128, MemoryPolicy(), spec=spec, queries=128, ranks=2)
+    call = Call(q, k, v, block_indices=lists, spec=CallSpec(SMALL, True, 1.0))
+    gather.kept_of_shard(call, 128, MemoryPolicy(), queries=128, ranks=2)
     (sizes,) = planned
     assert (sizes.tokens, sizes.Hq, sizes.Hkv, sizes.rows, sizes.list_width) == (128, 16, 4, 32 // list_heads, 4)
     assert predict(sizes, 1, (True,) * 3)["forward"] > 0

@@ -17,7 +17,7 @@ import torch
 from layer_calls import needs_hopper
 
 from nsa_layer import NSAConfig
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors
+from nsa_layer.call import Aux, Call
 from nsa_layer.operators import attend
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -81,8 +81,8 @@ def test_lists_of_more_heads_than_a_tile_has_rows(G: int, D: int) -> None:
         run("cute", inputs)
     lists = run("eager", inputs).aux.block_indices
 
-    def listed(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
-        return attend(tensors._replace(block_indices=lists), spec=replace(spec, listed=True))
+    def listed(call: Call) -> tuple[torch.Tensor, Aux]:
+        return attend(call._replace(block_indices=lists, spec=replace(call.spec, listed=True)))
 
     assert_close_to_reference(case, listed, "cuda")
 

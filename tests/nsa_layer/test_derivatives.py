@@ -27,7 +27,8 @@ def problem(backend: str, device: str = "cpu", case: Case | None = None) -> tupl
     """A loss of q that is not linear in anything, and a q; "operator" is eager's, called by itself."""
     case = case or (KERNELS if device == "cuda" or backend == "cute" else SMALL)
     if backend == "operator":
-        (q, *others), static = operator_call(case, device, grads=())
+        call, static = operator_call(case, device, grads=())
+        q, *others = call.tensors
         return lambda q: OPS.attend(q, *others, **static)[0].square().sum(), q
     inputs = make_inputs(case, device)
     given = inputs.tensors() | dict(config=case.config, backend=backend)

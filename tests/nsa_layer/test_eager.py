@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fuzz import query_shards
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors
+from nsa_layer.call import Aux, Call
 from nsa_layer.eager import chunk_attention, list_attention, select_blocks
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -63,10 +63,10 @@ def test_close_to_reference(case: Case) -> None:
 def test_a_small_error_shows_in_few_numbers(name: str) -> None:
     """A gradient that is too large by a part of 20,000."""
 
-    def wrong(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
-        leaf = getattr(tensors, name).view_as(getattr(tensors, name))
+    def wrong(call: Call) -> tuple[torch.Tensor, Aux]:
+        leaf = getattr(call, name).view_as(getattr(call, name))
         leaf.register_hook(lambda grad: grad * (1 + 5e-5))
-        return query_shards.attend(tensors._replace(**{name: leaf}), spec=spec, backend="eager")
+        return query_shards.attend(call._replace(**{name: leaf}), backend="eager")
 
     with pytest.raises(AssertionError, match=f"d{name}"):
         assert_close_to_reference(FEW_NUMBERS[0], wrong)

@@ -19,7 +19,7 @@ from torch.library import opcheck
 
 from nsa_layer import NSACache, NSAConfig, NSAttention, checks, nsa, nsa_with_kvcache
 from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, TENSORS, TOKEN_CACHES, CachedCall, check_call
-from nsa_layer.call_spec import CallSpec, CallTensors, Saved
+from nsa_layer.call import Call, CallSpec, Saved
 from nsa_layer.kvcache import eager
 from nsa_layer.operators import static_arguments
 from nsa_tools.measure.timing import capture
@@ -136,9 +136,9 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
         lists.append(torch.cat([x[:T] for x, T in zip(own, lengths)]))
         return made
 
-    def noted(tensors: CallTensors, *given: object) -> tuple[torch.Tensor, Saved]:
-        o, saved = infer(tensors, *given)
-        lists.append(saved.block_indices if tensors.block_indices is None else tensors.block_indices)
+    def noted(call: Call, *given: object) -> tuple[torch.Tensor, Saved]:
+        o, saved = infer(call, *given)
+        lists.append(saved.block_indices if call.block_indices is None else call.block_indices)
         return o, saved
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ import torch
 from layer_calls import needs_hopper
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
-from nsa_layer.call_spec import CallTensors
+from nsa_layer.call import Call
 from nsa_layer.cute.memory_plan import Sizes, plan_memory, predict
 from nsa_layer.operators import attend
 from nsa_tools.measure.peak_memory import peak_bytes
@@ -126,7 +126,7 @@ def test_a_budget_lowers_the_peak_and_the_prediction_holds(q_tile: int, gate: st
         o = nsa(**leaves, config=inputs.case.config, memory=policy)
         torch.autograd.grad(o, list(leaves.values()), inputs.do)
 
-    of_call, peaks = Sizes.of(CallTensors(**leaves), spec=inputs.case.spec, needs_grad=True), []
+    of_call, peaks = Sizes.of(Call(**leaves, spec=inputs.case.spec), needs_grad=True), []
     for budget in (None, 512 * MIB, 256 * MIB):
         policy = MemoryPolicy(budget=budget)
         for _ in range(2):

@@ -18,7 +18,7 @@ from torch.library import opcheck
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from nsa_layer import NSAConfig, nsa, selected_attention
-from nsa_layer.call_spec import DIFFERENTIABLE, CallTensors
+from nsa_layer.call import DIFFERENTIABLE, Call
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute import memory_plan
 from nsa_layer.operators import layer
@@ -30,11 +30,11 @@ T, HQ, HKV, D = 25, 4, 2, 8
 OF_SHAPES = ("test_schema", "test_autograd_registration", "test_faketensor")  # where nothing computes numbers
 
 
-def check(tensors: CallTensors, static: dict, **how: Any) -> None:
+def check(tensors: Call, static: dict, **how: Any) -> None:
     """PyTorch's own checks of the operator, and of its backward from one or two outputs that have gradients."""
-    opcheck(OPS.attend.default, tuple(tensors), static, **how)
-    outputs = [x for x in OPS.attend(*tensors, **static) if x.requires_grad][-2:]
-    leaves = [x for x in tensors if x is not None and x.requires_grad]
+    opcheck(OPS.attend.default, tensors.tensors, static, **how)
+    outputs = [x for x in OPS.attend(*tensors.tensors, **static) if x.requires_grad][-2:]
+    leaves = [x for x in tensors.tensors if x is not None and x.requires_grad]
     if not leaves:
         return
     with Noted() as noted:
@@ -95,7 +95,7 @@ KERNELS = {
 }
 
 
-def on_kernels(name: str, device: str = "cpu") -> tuple[CallTensors, dict]:
+def on_kernels(name: str, device: str = "cpu") -> tuple[Call, dict]:
     case, how = KERNELS[name]
     return operator_call(case, device, backend="cute", **how)
 
@@ -166,7 +166,7 @@ def check_shards(case: Case, device: str, name: str, backend: str) -> None:
 def test_starts_are_those_of_the_call() -> None:
     """A caller may refill its own before backward."""
     tensors, static = operator_call(PACKED)
-    made, again = (OPS.attend(*tensors, **static)[0].sum() for _ in range(2))
+    made, again = (OPS.attend(*tensors.tensors, **static)[0].sum() for _ in range(2))
     want = torch.autograd.grad(made, tensors.q)
     tensors.cu_seqlens.copy_(torch.tensor([0, 1, 2, T]))
     assert torch.equal(torch.autograd.grad(again, tensors.q)[0], want[0])
@@ -180,10 +180,10 @@ def test_rows_of_packed_calls_on_the_kernels_are_counted_when_they_run() -> None
             tensors, static = on_kernels(case)
             few = tensors.map(lambda x: x[:-1], names)
             with pytest.raises(ValueError, match=r"k_cmp and v_cmp must have|block_indices must have( shape \(370, )?"):
-                OPS.attend(*few, **static)
+                OPS.attend(*few.tensors, **static)
         tensors, static = on_kernels("packed tiles, own keys")
         more = tensors.map(lambda x: torch.cat([x, x.new_full((2, *x.shape[1:]), 9)]), compressed)
-        room = torch.autograd.grad(OPS.attend(*more, **static)[0].sum(), (more.k_cmp, more.v_cmp))
+        room = torch.autograd.grad(OPS.attend(*more.tensors, **static)[0].sum(), (more.k_cmp, more.v_cmp))
     assert all(d.shape == x.shape and not d[-2:].any() for d, x in zip(room, (more.k_cmp, more.v_cmp)))
 
 
@@ -293,7 +293,7 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, capacity: bool, monk
         monkeypatch.setattr(forward, "join_saved", filled)
         monkeypatch.setattr(backward, "backward_group", compared)
         q, count, more = tensors[0], len(DIFFERENTIABLE), by_place(static)
-        _, *saved = layer._attend(*tensors, *more, capacity=capacity)
+        _, *saved = layer._attend(*tensors.tensors, *more, capacity=capacity)
         needs = [x is not None for x in tensors[:count]]
         layer._attend_backward(torch.ones_like(q), *tensors[:count], tensors[12], None, None, *saved, *more, needs)
     assert not left

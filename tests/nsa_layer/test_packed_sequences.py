@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import check_inputs
 from nsa_layer.cute import host_constants
 from nsa_layer.cute.host_constants import HostCopy, starts_on
@@ -210,8 +210,8 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
     """Nothing on the GPU is read: these tokens are nowhere."""
     with FakeTensorMode():
         q, k, v = (torch.empty(20, H, 8, device="cuda") for H in (4, 2, 2))
-    tensors = CallTensors(q, k, v, cu_seqlens=starts_of((3, 17)))
-    spec = check_inputs(tensors, config=SMALL, softmax_scale=None, max_seqlen=None, causal=True)
+    call = Call(q, k, v, cu_seqlens=starts_of((3, 17)))
+    spec = check_inputs(call, config=SMALL, softmax_scale=None, max_seqlen=None, causal=True)
     assert spec.lengths == (3, 17)
 
 

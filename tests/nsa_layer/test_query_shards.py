@@ -13,7 +13,7 @@ from stub_kernels import LAUNCHED, stubbed_layer
 
 from fuzz.query_shards import Attend, attend, in_shards
 from nsa_layer import NSAConfig, reference
-from nsa_layer.call_spec import CallTensors
+from nsa_layer.call import Call
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -123,10 +123,10 @@ def test_a_graph_reads_positions_when_it_is_replayed() -> None:
     case, _ = ON_GPU["batch"]
     inputs = make_inputs(case, "cuda")
     q, q_offset = inputs.q[:, :64].clone(), torch.zeros(case.B, dtype=torch.int32, device="cuda")
-    tensors = CallTensors(q, inputs.k, inputs.v, inputs.gate_weight, q_offset=q_offset)
+    call = Call(q, inputs.k, inputs.v, inputs.gate_weight, q_offset=q_offset, spec=case.spec)
 
     def attend() -> torch.Tensor:
-        return KERNELS_ATTEND(tensors, spec=case.spec)[0]
+        return KERNELS_ATTEND(call)[0]
 
     with torch.no_grad():
         graph, o = capture(attend, warm_ups=3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
-from nsa_layer.call_spec import CallTensors
+from nsa_layer.call import Call
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 TINY = NSAConfig(block_size=4, block_counts=3, q_tile=8, window_size=5)
@@ -51,7 +51,7 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
 def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
     case = Case(T=23, Hq=4, Hkv=2, D=3, Dv=2, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
     inputs = make_inputs(case)
-    o, aux = reference.attend(CallTensors(**inputs.tensors()), spec=case.spec)
+    o, aux = reference.attend(Call(**inputs.tensors(), spec=case.spec))
     size, stride = config.span, config.stride
     for h in range(case.Hq):
         kv = h // 2
@@ -93,7 +93,7 @@ def test_gradcheck(case: Case) -> None:
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         given = dict(zip(leaves, tensors, strict=True))
-        return reference.attend(CallTensors(**given, block_indices=choice), spec=case.spec)[0]
+        return reference.attend(Call(**given, block_indices=choice, spec=case.spec))[0]
 
     assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves.values()], fast_mode=False)
 

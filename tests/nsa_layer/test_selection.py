@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call import CallSpec
 from nsa_layer.eager.select_blocks import select_blocks
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig
-from nsa_layer.call_spec import Signature
+from nsa_layer.call import Signature
 from nsa_layer.warm_up import api, lookup
 from nsa_layer.warm_up.lookup import ENVIRONMENT
 
@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy
 from nsa_layer.config import ListConfig
-from nsa_layer.call_spec import OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Signature
+from nsa_layer.call import OWN_KEYS, SELECTED_ALONE, Call, CallSpec, Signature
 from nsa_layer.cached_call import CachedCall
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
@@ -55,15 +55,15 @@ def own_call(call, bounded=False):
         own = CachedCall(**given, config=spec.config)
         assert Signature.of(vars(own), spec) == call
         return kvcache.step(own, spec, memory=MemoryPolicy(budget=1 << 60))
-    tensors = CallTensors(**given)
+    own = Call(**given, spec=spec)
     if bounded:
         starts = torch.empty(len(spec.lengths) + 1, dtype=torch.int32, device="cuda")
         spec = replace(spec, lengths=None, bound=max(spec.lengths))
-        assert Signature.of(tensors._asdict(), spec, call.plan, backward=call.backward) == call
-        tensors = tensors._replace(cu_seqlens=starts)
-    o, saved = pages.forward(tensors, spec=spec, plan=call.plan)
+        assert Signature.of(own._asdict(), spec, call.plan, backward=call.backward) == call
+        own = own._replace(cu_seqlens=starts, spec=spec)
+    o, saved = pages.forward(own, plan=call.plan)
     if call.backward:
-        pages.backward(tensors, saved, torch.empty_like(o), spec=spec, plan=call.plan, o=o)
+        pages.backward(own, saved, torch.empty_like(o), plan=call.plan, o=o)
 
 def asked(call, **how):
     names = {}

@@ -11,7 +11,7 @@ import torch
 from command_line import TINY
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.call_spec import Aux
+from nsa_layer.call import Aux
 from nsa_tools.commands.check import main
 from nsa_tools.shape import Shape, long_tailed
 from nsa_tools.testing import sampled_check

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
-from nsa_layer.call_spec import CallTensors
+from nsa_layer.call import Call
 from nsa_tools.testing import row_oracle
 from nsa_tools.testing.assertions import assert_sequence_choice
 from nsa_tools.testing.cases import Case, Inputs, Result, make_inputs, run
@@ -41,7 +41,7 @@ def truth(case: Case) -> tuple[Inputs, Result, torch.Tensor]:
     """The reference in fp64, and its row sums [3, T, Hq]."""
     inputs = make_inputs(replace(case, dtype=torch.float64))
     result = run("reference", inputs)
-    outputs, _, _ = reference.attend_branches(CallTensors(**inputs.tensors()), spec=case.spec)
+    outputs, _, _ = reference.attend_branches(Call(**inputs.tensors(), spec=case.spec))
     outputs += [torch.zeros_like(outputs[0])] * (3 - len(outputs))  # a window that is left out
     return inputs, result, torch.stack([(inputs.do * o).sum(-1)[0] for o in outputs])
 

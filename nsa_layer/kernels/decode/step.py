@@ -11,7 +11,7 @@ import torch
 
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call import CallSpec
 from nsa_layer.kernels.decode.compressed import CompressedDecode
 from nsa_layer.kernels.decode.selected import SelectedDecode
 from nsa_layer.kernels.decode.spec import (

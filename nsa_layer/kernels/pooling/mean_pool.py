@@ -15,7 +15,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 
 from flash_attn.cute.lists.rows import sequence_at
-from nsa_layer.call_spec import mean_scale
+from nsa_layer.call import mean_scale
 from nsa_layer.kernels.cache_rows.locate import CacheSlots
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.pooling.tiling import (

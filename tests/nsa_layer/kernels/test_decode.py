@@ -14,7 +14,7 @@ from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call import CallSpec
 from nsa_layer.eager.pooling import compress
 from nsa_layer.kvcache.eager import attend as attend_in_pytorch
 from nsa_layer.kvcache.eager import slots_of

@@ -1,4 +1,4 @@
-"""A validated call: its static side and its tensors; and the auxiliary results of `nsa`."""
+"""A call: its static side and its tensors; what forward saves; and the auxiliary results of `nsa`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class CallSpec:
             ``lengths_k`` of its queries.
         branches: that are computed: all, of which one without a size is none, or the selected one alone, which is
             `selected_attention`.
+        backend: that computes them.
         window: of each packed sequence, or of a batch for all, (keys, position of the first query among them) of the
             sliding window, where ``k_win`` and ``v_win`` have other rows than k and v; else None.
     """
@@ -42,6 +43,7 @@ class CallSpec:
     bound: int | None = None
     window: tuple[tuple[int, int], ...] | None = None
     branches: tuple[str, ...] = BRANCHES
+    backend: str = "cute"
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:
@@ -59,23 +61,16 @@ class CallSpec:
             return self
         return replace(self, config=self.config.replace(deterministic=True))
 
-    @property
-    def q_tile(self) -> int:
-        """Queries that share a list."""
-        return self.config.q_tile
 
-    def num_lists(self, q: torch.Tensor) -> list[int]:
-        """Lists of each packed sequence; of a batch those of one sequence."""
-        return list(map(self.config.num_tiles, self.lengths or q.shape[1:2]))
-
-
-class CallTensors(NamedTuple):
-    """The tensors of a call, in the order of the operator's arguments; as in `nsa`, which has all but the last two.
+class Call(NamedTuple):
+    """A call: its tensors in the order of the operator's arguments, as in `nsa`, which has all but the last two, and
+    its static side.
 
     Attributes:
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
             there may be more than queries; None: the queries are the last ones.
         cu_seqlens_k: starts of packed keys, where they are not those of queries.
+        spec: None until the arguments have been checked.
     """
 
     q: torch.Tensor
@@ -93,6 +88,12 @@ class CallTensors(NamedTuple):
     block_indices: torch.Tensor | None = None
     q_offset: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+    spec: CallSpec | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors, in the order of `TENSORS`."""
+        return self[: len(TENSORS)]
 
     @property
     def differentiable(self) -> tuple[torch.Tensor | None, ...]:
@@ -103,6 +104,21 @@ class CallTensors(NamedTuple):
     def needs_grad(self) -> bool:
         """True if a gradient may be asked for."""
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.differentiable)
+
+    @property
+    def config(self) -> NSAConfig:
+        """The operator's options."""
+        return self.spec.config
+
+    @property
+    def alone(self) -> bool:
+        """True if the selected branch is the only one, as in `selected_attention`."""
+        return self.spec.branches == SELECTED_ALONE
+
+    @property
+    def packed(self) -> bool:
+        """True if q is [total, Hq, D]."""
+        return self.q.dim() == 3
 
     @property
     def of_window(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,14 +140,19 @@ class CallTensors(NamedTuple):
         """Query heads that share a list of blocks."""
         return self.q.shape[-2] // (self.k if self.block_indices is None else self.block_indices).shape[-2]
 
+    @property
+    def num_lists(self) -> list[int]:
+        """Lists of each packed sequence; of a batch those of one sequence."""
+        return list(map(self.config.num_tiles, self.spec.lengths or self.q.shape[1:2]))
+
     def arguments(self) -> dict[str, torch.Tensor | None]:
         """By name, as `nsa` takes them."""
-        return dict(zip(self._fields[:-2], self))
+        return dict(zip(TENSORS[:-2], self))
 
-    def sequences(self, spec: CallSpec) -> Iterator[CallTensors]:
-        """The tensors of each sequence, without a dimension of the batch: weights are in all of them, starts and
-        positions in none."""
-        own = {name: x for name in OF_SEQUENCES if (x := getattr(self, name)) is not None}
+    def sequences(self) -> Iterator[Call]:
+        """The call of each sequence, without a dimension of the batch: weights are in all of them, starts and positions
+        in none."""
+        spec, own = self.spec, {name: x for name in OF_SEQUENCES if (x := getattr(self, name)) is not None}
         if spec.lengths is None:
             split = {name: x.unbind() for name, x in own.items()}
         else:
@@ -146,17 +167,18 @@ class CallTensors(NamedTuple):
         for parts in zip(*split.values(), strict=True):
             yield self._replace(**dict(zip(split, parts)), cu_seqlens=None, cu_seqlens_k=None, q_offset=None)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor], names: Iterable[str] = ()) -> CallTensors:
-        """With those that there are, of all or of these names, changed."""
-        own = ((name, getattr(self, name)) for name in names or self._fields)
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor], names: Iterable[str] = ()) -> Call:
+        """Copy of the call with `change` applied to every tensor that is not None, or only to `names`."""
+        own = ((name, getattr(self, name)) for name in names or TENSORS)
         return self._replace(**{name: change(x) for name, x in own if x is not None})
 
-    def as_batch(self) -> CallTensors:
+    def as_batch(self) -> Call:
         """A sequence, or packed ones, as a batch of one: [T, H, D] -> [1, T, H, D]; what has no tokens stays."""
         return self.map(lambda x: x.unsqueeze(0), OF_SEQUENCES)
 
 
-DIFFERENTIABLE = CallTensors._fields[:11]
+TENSORS = Call._fields[:-1]
+DIFFERENTIABLE = TENSORS[:11]
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
 STARTS = ("cu_seqlens", "cu_seqlens_k")
 OF_SEQUENCES = ("q", "k", "v", "gates", *OWN_KEYS, "block_indices")  # hold something for each sequence
@@ -217,11 +239,11 @@ class Saved(NamedTuple):
     lse_swa: torch.Tensor | None = None
     g: torch.Tensor | None = None
 
-    def aux(self, tensors: CallTensors) -> Aux:
-        """`Aux` of a call with these tensors; a selection is [B, M, Hs, n]."""
-        lists = self.block_indices if tensors.block_indices is None else tensors.block_indices
+    def aux(self, call: Call) -> Aux:
+        """`Aux` of the call; a selection is [B, M, Hs, n]."""
+        lists = self.block_indices if call.block_indices is None else call.block_indices
         lse_swa = torch.full_like(self.lse_cmp, -torch.inf) if self.lse_swa is None else self.lse_swa
-        g = equal_gates(tensors.q) if self.g is None else self.g
+        g = equal_gates(call.q) if self.g is None else self.g
         return Aux(lists, g, self.lse_cmp, self.lse_slc, lse_swa)
 
 
