@@ -13,17 +13,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_layer.call import SELECTED_ALONE, Call
-from nsa_layer.config import ListConfig
+from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.operators import static_arguments
 from nsa_layer.operators.layer import NAMES
 from nsa_tools.testing.cases import Case, make_inputs
 
 Tensor = torch.Tensor
+CACHED = Case(B=2, T=20, D=8, dtype=torch.float64, config=NSAConfig(block_size=8, block_counts=4, window_size=8))
 
 
 def starts_of(lengths: Iterable[int], device: torch.device | str = "cpu") -> Tensor:
     """cu_seqlens of sequences of these lengths."""
     return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu").to(device)
+
+
+def cached_arguments(case: Case = CACHED, S: int = 32) -> dict[str, Any]:
+    """Arguments of `nsa_with_kvcache` on contiguous caches that hold nothing yet, and are full of NaN."""
+    given = {name: getattr(make_inputs(case), name) for name in "qkv"}
+    for name in "kv":
+        given[f"{name}_cache"] = given[name].new_full((case.B, S, *given[name].shape[2:]), torch.nan)
+        given[f"{name}_cmp_cache"] = given[f"{name}_cache"][:, : S // case.config.stride].clone()
+    return given | dict(cache_seqlens=torch.zeros(case.B, dtype=torch.int32), config=case.config)
 
 
 def operator_call(
