@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -43,6 +43,7 @@ def operator_call(
     backend: str = "eager",
     grads: Iterable[str] | None = None,
     lists: int = 0,
+    by_head: bool = False,
     alone: bool = False,
     kept: Iterable[bool] = (False,) * 3,
     **static: Any,
@@ -51,7 +52,7 @@ def operator_call(
 
     Args:
         grads: names of tensors that need a gradient; None: all.
-        lists: entries of each list, all of block 0; 0: none are given.
+        lists: entries of each list, all of block 0; 0: none are given. by_head: each query head has one.
         alone: the call is one of `selected_attention`.
         static: other values of static arguments.
     """
@@ -67,10 +68,30 @@ def operator_call(
     if lists:
         tiles = list(map(case.config.num_tiles, case.lengths or (case.T,)))
         lead = (case.B, *tiles) if case.lengths is None else (sum(tiles),)
-        tensors["block_indices"] = torch.zeros(*lead, case.Hkv, lists, dtype=torch.int32, device=device)
+        heads = case.Hq if by_head else case.Hkv
+        tensors["block_indices"] = torch.zeros(*lead, heads, lists, dtype=torch.int32, device=device)
     options |= dict(kept=list(kept)) | static
     spec = replace(spec, backend=backend)
     return Call(**tensors, cu_seqlens=inputs.cu_seqlens), static_arguments(spec) | options
+
+
+def gradients(o: Tensor, *of: Tensor, do: Tensor | None = None) -> list[Tensor]:
+    """The output, and gradients by `do`, or of its square."""
+    return [o, *torch.autograd.grad(o.float().square().sum() if do is None else o, of, do)]
+
+
+def step(call: Callable[..., Tensor], of: Iterable[Tensor], do: Tensor | None = None, **given: object) -> list[Tensor]:
+    """`gradients` of a call, in memory of their own."""
+    return [x.detach().clone() for x in gradients(call(**given), *of, do=do)]
+
+
+def assert_near(got: Iterable[Tensor], want: Iterable[Tensor]) -> None:
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        if x.device.type == "cpu":
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        else:
+            error = (x.float() - y.float()).norm() / y.float().norm().clamp(min=1e-6)
+            assert x.dtype == y.dtype and error < 0.02, (i, float(error))
 
 
 class Noted(TorchDispatchMode):

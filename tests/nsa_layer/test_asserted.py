@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
-from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
+from layer_calls import starts_of
 
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention
 from nsa_layer.asserted import assert_numbers
@@ -18,13 +18,9 @@ from nsa_layer.call import Call, CallSpec
 Tensor = torch.Tensor
 
 
-def starts_of(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
 def test_a_graph_asserts_numbers() -> None:
     q, k = torch.zeros(40, 4, 8), torch.zeros(55, 2, 8)
-    starts, of_keys = starts_of(0, 17, 23), starts_of(9, 11, 35)
+    starts, of_keys = starts_of((0, 17, 23)), starts_of((9, 11, 35))
     lists = torch.tensor([[[1]] * 2] * 5 + [[[4]] * 2] * 6, dtype=torch.int32)
     spec = CallSpec(NSAConfig(block_size=4, q_tile=4), True, 1.0)
 
@@ -84,7 +80,7 @@ def test_lists_of_ranks_may_have_any_numbers(mode: str) -> None:
         cp = ContextParallel(dist.group.WORLD, mode=mode)
         q, k = (torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
         lists = torch.zeros(300, 2, 1, dtype=torch.int32, device="cuda")
-        packed = dict(cu_seqlens=starts_of(100, 200).cuda(), block_indices=lists, cp=cp)
+        packed = dict(cu_seqlens=starts_of((100, 200), "cuda"), block_indices=lists, cp=cp)
         for call in (nsa, partial(selected_attention, block_size=64)):
             lists[99] = -1
             expected = call(q, k, k, **packed, validate=True)

@@ -184,18 +184,16 @@ def step(draw: random.Random) -> None:
     LAUNCHED.clear()
 
 
-@lru_cache(maxsize=None)
-def unbounded_cache() -> None:
-    """For its type."""
+BOUNDED = ((checks, "CAPACITY", "_passed"), (grad_accum, "KNOWN", "_known"), (repeated_calls, "MOST", "_calls"))
 
 
-def unbounded() -> Iterator[tuple[str, int]]:
+def kept() -> Iterator[tuple[str, int]]:
     """Entries of all that our modules keep and nothing bounds: caches of functions, containers, compiled kernels."""
-    bounded = {id(checks._passed), id(grad_accum._known), id(repeated_calls._calls)}
+    bounded = {id(getattr(module, name)) for module, _, name in BOUNDED}
     for module in [m for name, m in sys.modules.items() if name.startswith(OURS)]:
         for name, value in vars(module).items():
             where = f"{module.__name__}.{name}"
-            if isinstance(value, type(unbounded_cache)):
+            if isinstance(value, type(lru_cache(len))):
                 if value.cache_info().maxsize is None:
                     yield where, value.cache_info().currsize
             elif isinstance(value, (dict, list, set)) and id(value) not in bounded and not name.startswith("__"):
@@ -204,36 +202,23 @@ def unbounded() -> Iterator[tuple[str, int]]:
                 yield f"{where}.compile_cache", len(value.compile_cache.cache)
 
 
-def test_nothing_unbounded_grows_with_new_lengths() -> None:
-    draw = random.Random(0)
+def test_nothing_unbounded_grows_with_new_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, most, sizes = random.Random(0), dict.fromkeys((name for *_, name in BOUNDED), 0), []
+    for module, bound, name in BOUNDED:
+        monkeypatch.setattr(module, bound, 8)
+        getattr(module, name).clear()
     with stubbed_layer():
-        for _ in range(60):
-            step(draw)
-        before = dict(unbounded())
-        for _ in range(60):
-            step(draw)
-        after = dict(unbounded())
+        for _ in range(2):
+            for _ in range(60):
+                step(draw)
+                most |= {name: max(most[name], len(getattr(module, name))) for module, _, name in BOUNDED}
+            sizes.append(dict(kept()))
+    before, after = sizes
+    assert set(most.values()) == {8}
     assert sum(before.values()) > 100 and "nsa_layer.kernels.launch._compiled" in before
     # A kernel more for sizes that did not come before is one of a handful; one for each length would be sixty.
     grown = {name: (size, after[name]) for name, size in before.items() if after[name] > size + 4}
     assert not grown
-
-
-def test_what_is_kept_of_each_shape_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(1)
-    for owner, name in ((checks, "CAPACITY"), (grad_accum, "KNOWN"), (repeated_calls, "MOST")):
-        monkeypatch.setattr(owner, name, 8)
-    kept = (checks._passed, grad_accum._known, repeated_calls._calls)
-    for each in kept:
-        each.clear()
-    most = [0] * len(kept)
-    with stubbed_layer():
-        for _ in range(30):
-            step(draw)
-            most = [max(so_far, len(each)) for so_far, each in zip(most, kept)]
-    assert most == [8] * len(kept)
-    for each in kept:
-        each.clear()
 
 
 def tensors(**sizes: int) -> tuple[torch.Tensor, ...]:

@@ -511,9 +511,7 @@ def in_pages(caches: dict[str, torch.Tensor], page: int) -> dict[str, torch.Tens
     """The same caches as pages in any order, and their tables; those of keys lie by head."""
     parts = {name: page // (64 if "cmp" in name else 1) for name in caches}
     paged = {name: x.flatten(0, 1).unflatten(0, (-1, parts[name])) for name, x in caches.items()}
-    paged |= {
-        name: paged[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("k_cache", "k_cmp_cache")
-    }
+    paged |= {name: paged[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("k_cache", "k_cmp_cache")}
     table = torch.randperm(len(paged["k_cache"]), device="cuda").int().view(len(caches["k_cache"]), -1)
     return paged | dict(page_table=table, cmp_page_table=table)
 

@@ -28,12 +28,6 @@ def peak(sizes: Sizes, policy: MemoryPolicy) -> int:
     return parts["saved"] + max(parts["forward"], parts["backward"])
 
 
-def test_plenty_of_memory_is_one_group_and_everything_saved() -> None:
-    for policy in (MemoryPolicy(), MemoryPolicy(budget=10**30)):
-        plan = plan_memory(SIZES, policy, CPU)
-        assert plan.groups == ((0, 8),) and plan.kept == (True, True, True)
-
-
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("Hkv", [1, 3, 8])
 def test_schedules_keep_to_the_budget_and_take_every_head_once(Hkv: int, needs_grad: bool) -> None:
@@ -50,19 +44,19 @@ def test_schedules_keep_to_the_budget_and_take_every_head_once(Hkv: int, needs_g
     assert len(seen) > 1 or (Hkv == 1 and not needs_grad)
 
 
-def test_without_backward_nothing_is_kept() -> None:
-    sizes = SIZES._replace(needs_grad=False)
-    assert plan_memory(sizes, MemoryPolicy(recompute="none"), CPU).kept == (False, False, False)
-    assert predict(sizes, 8, (False, False, False))["saved"] == 0
+ALL, NOTHING = (True,) * 3, (False,) * 3
 
 
 @pytest.mark.parametrize(
-    "recompute,kept",
-    [("none", (True, True, True)), ("compressed", (False, True, True)), ("all", (False, False, False))],
+    "recompute, kept", [("auto", ALL), ("none", ALL), ("compressed", (False, True, True)), ("all", NOTHING)]
 )
-def test_what_is_computed_again_is_as_asked(recompute: str, kept: tuple[bool, bool, bool]) -> None:
-    for budget in (None, 0):
-        assert plan_memory(SIZES, MemoryPolicy(budget=budget, recompute=recompute), CPU).kept == kept
+def test_outputs_that_are_kept(recompute: str, kept: tuple[bool, ...]) -> None:
+    """As asked for; all, of heads at once, where there is plenty of memory, and none without backward."""
+    for budget in (None, 10**30, *[0] * (recompute != "auto")):
+        plan = plan_memory(SIZES, policy := MemoryPolicy(budget=budget, recompute=recompute), CPU)
+        assert plan.kept == kept and (plan.groups == ((0, 8),)) == (budget != 0)
+        assert plan_memory(SIZES._replace(needs_grad=False), policy, CPU).kept == NOTHING
+    assert predict(SIZES._replace(needs_grad=False), 8, NOTHING)["saved"] == 0
 
 
 def small_case(lengths: tuple[int, ...] | None, gate: str, deterministic: bool) -> Case:

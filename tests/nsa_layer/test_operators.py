@@ -90,6 +90,7 @@ KERNELS = {
     "packed tiles, own keys": (OWN, dict(heads=2, **ALL)),
     "packed in groups": (PACK, dict(heads=1, kept=[False, True, True])),
     "given": (PACK, dict(heads=1, lists=3, **ALL)),
+    "given to heads": (other(TILES, q_tile=32), dict(heads=1, lists=3, by_head=True, **ALL)),
     "lists alone": (TOKENS, dict(alone=True, lists=3)),
     "packed lists alone": (PACK, dict(alone=True, lists=3)),
 }
@@ -161,15 +162,6 @@ def check_shards(case: Case, device: str, name: str, backend: str) -> None:
                 run(first[0].clone().requires_grad_())
             with pytest.raises(NotImplementedError, match="nsa: forward mode"):
                 torch.func.jvp(run, (first[0],), (first[0],))
-
-
-def test_starts_are_those_of_the_call() -> None:
-    """A caller may refill its own before backward."""
-    tensors, static = operator_call(PACKED)
-    made, again = (OPS.attend(*tensors.tensors, **static)[0].sum() for _ in range(2))
-    want = torch.autograd.grad(made, tensors.q)
-    tensors.cu_seqlens.copy_(torch.tensor([0, 1, 2, T]))
-    assert torch.equal(torch.autograd.grad(again, tensors.q)[0], want[0])
 
 
 def test_rows_of_packed_calls_on_the_kernels_are_counted_when_they_run() -> None:

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from layer_calls import needs_hopper, no_waits, starts_of
+from layer_calls import assert_near, needs_hopper, no_waits, starts_of, step
 from stub_kernels import LAUNCHED, stubbed_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -279,18 +279,6 @@ def test_lists_that_are_returned_have_room_for_any_lengths(left_on_gpu: None) ->
     with stubbed_layer():
         _, aux = nsa(*halves(4, 2, 2), **options, return_aux=True)
     assert aux.block_indices.shape == (32 + len(LENGTHS) - 1, 2, NSAConfig().list_width(1024))
-
-
-def step(call: Callable[..., Tensor], of: list[Tensor], **starts: Tensor) -> list[Tensor]:
-    """o, and gradients of its square."""
-    o = call(**starts)
-    return [o.detach().clone(), *(x.clone() for x in torch.autograd.grad(o.float().square().sum(), of))]
-
-
-def assert_near(got: list[Tensor], want: list[Tensor]) -> None:
-    for i, (x, y) in enumerate(zip(got, want, strict=True)):
-        error = (x.float() - y.float()).norm() / y.float().norm().clamp(min=1e-6)
-        assert error < 0.02, (i, float(error))
 
 
 def unread(call: Callable[..., Tensor], of: list[Tensor], **lengths: tuple[int, ...]) -> tuple[list[Tensor], ...]:

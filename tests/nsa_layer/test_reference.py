@@ -112,14 +112,3 @@ def test_rows_that_see_nothing() -> None:
         for name, grad in got.grads.items():
             assert name == "gates" or not grad.any(), name
             assert grad.isfinite().all(), name
-
-
-def test_a_given_choice_is_used() -> None:
-    case = Case(T=16, Hq=1, Hkv=1, D=2, dtype=torch.float64, config=TINY, gate="slc")
-    inputs = make_inputs(case)
-    choice = torch.tensor([[[[0, -1, -1]], [[3, -1, -1]]]], dtype=torch.int32)
-    got = run(reference.attend, inputs, choice)
-    assert torch.equal(got.aux.block_indices, choice)
-    # Token 8 sees none of block 3, which holds tokens 12 .. 15; token 12 sees itself alone.
-    assert float(got.aux.lse_slc[0, 0, 8]) == -math.inf
-    torch.testing.assert_close(got.o[0, 12], inputs.v[0, 12])

@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, reference
-from nsa_layer.call import CallSpec
-from nsa_layer.eager.select_blocks import select_blocks
+from nsa_layer import NSAConfig
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 from nsa_tools.testing.row_oracle import forced_blocks
@@ -136,30 +134,6 @@ def test_softmax_scores(backend: str, config: NSAConfig) -> None:
     for T, G, causal in ((1, 1, True), (7, 1, False), (8, 3, True), (32, 1, False), (99, 3, True), (155, 3, False)):
         case = Case(T=T, Hq=2 * G, Hkv=2, D=8, dtype=torch.float64, config=config, causal=causal)
         assert_oracle_choice(case, backend)
-
-
-def test_keys_count_once_for_each_stride_that_they_share_with_a_block() -> None:
-    """Means of 32 tokens every 16, blocks of 64: keys 4j - 1 .. 4j + 3 count 1, 2, 2, 2, 1."""
-    config, T = NSAConfig.paper(), 1024
-    q, keys = torch.ones(1, 1, 1), torch.full((config.compressed_length(T),) * 2, -1e4).fill_diagonal_(1e4)
-    static = dict(blocks=T // 64, config=config, causal=True, softmax_scale=1.0)
-    at_the_end = torch.tensor([T - 1])
-    weights = [reference.token_importance(q, key[:, None, None], at_the_end, **static)[0, 0].tolist() for key in keys]
-    for j, counts in enumerate(zip(*weights)):
-        begin = max(0, 4 * j - 1)
-        expected = [2.0, 2, 2, 1] if j == 0 else [1.0, 2, 2, 2, 1]
-        assert list(counts) == ([0.0] * begin + expected + [0.0] * len(keys))[: len(keys)], j
-
-
-def test_the_probabilities_are_the_branches_own() -> None:
-    """A log-sum-exp that says twice as much halves the weight of its head in the sum over the group."""
-    q = torch.tensor([[3.0, 0.0], [0.0, 1.0]]).expand(1, 32, 2, 2)  # head 0 asks for block 1, head 1 for block 2
-    k_cmp = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])[None, :, None]
-    spec = CallSpec(SMALL.replace(**FREE, q_tile=1, block_counts=1), causal=False, softmax_scale=1.0)
-    true = (q.movedim(1, 2) @ k_cmp[:, :, 0].mT).logsumexp(-1)
-    for moved, expected in ((0.0, 1), (10.0, 2)):
-        lse = true + moved * torch.tensor([1.0, 0.0])[None, :, None]
-        assert select_blocks(q, k_cmp, lse.mT, spec=spec).unique().tolist() == [expected]
 
 
 def test_a_wrong_choice_is_seen() -> None:

@@ -51,45 +51,26 @@ def chunk() -> dict[str, torch.Tensor]:
     return caches | dict(q=make(64, 4), k=make(64, 2), v=make(64, 2), cache_seqlens=torch.zeros(1).int())
 
 
-def test_the_window_is_joined_before_the_gate(noted: list) -> None:
-    given = chunk()
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_the_window_is_joined_before_the_gate(noted: list, paged: bool) -> None:
+    """On pages it is copied on its stream too."""
+    given, copies = chunk(), 0
+    if paged:
+        given |= {name: x.unflatten(1, (4, -1)).squeeze(0) for name, x in given.items() if name.endswith("_cache")}
+        given |= dict.fromkeys(("page_table", "cmp_page_table"), torch.arange(4).int().unsqueeze(0))
+        copies = 2
     with stubbed_layer():
         LAUNCHED.clear()
         nsa_with_kvcache(**given, config=CONFIG, backend="cute")
         names = [at[0] for at, _ in LAUNCHED]
-        gate, window = names.index("gated_sum"), names.index("_flash_attn_fwd")
-        assert noted == [
-            ("side waits for current", window),
-            ("to side", window),
-            ("from side", window + 1),
-            ("current waits for side", gate),
-        ]
+        window, want = names.index("_flash_attn_fwd"), []
+        assert names[window - copies : window] == ["move_rows"] * copies
+        for at in (*[window - copies] * paged, window):
+            want += [("side waits for current", at), ("to side", at), ("from side", at + 1)]
+        assert noted == [*want, ("current waits for side", names.index("gated_sum"))]
         noted.clear()
         nsa(*(given[name] for name in "qkv"), config=CONFIG, backend="cute")
         assert not noted
-
-
-def test_a_window_on_pages_is_copied_on_its_stream(noted: list) -> None:
-    given = chunk()
-    for name, x in given.items():
-        if "cache" in name and x.dim() == 4:
-            given[name] = x.unflatten(1, (4, -1)).squeeze(0)
-    table = torch.arange(4).int().unsqueeze(0)
-    with stubbed_layer():
-        LAUNCHED.clear()
-        nsa_with_kvcache(**given, page_table=table, cmp_page_table=table, config=CONFIG, backend="cute")
-        names = [at[0] for at, _ in LAUNCHED]
-        copy, window = names.index("move_rows"), names.index("_flash_attn_fwd")
-        assert names[copy : window + 1] == ["move_rows"] * 2 + ["_flash_attn_fwd"]
-        assert noted == [
-            ("side waits for current", copy),
-            ("to side", copy),
-            ("from side", copy + 1),
-            ("side waits for current", window),
-            ("to side", window),
-            ("from side", window + 1),
-            ("current waits for side", names.index("gated_sum")),
-        ]
 
 
 @pytest.mark.parametrize("fails", ["attend", "select_blocks", "gated_sum"])

@@ -252,29 +252,6 @@ def test_numbers(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("filled")
-@pytest.mark.parametrize("lengths", [None, (300, 0, 65, 1, 128)], ids=["batch", "packed"])
-def test_rows_are_those_of_attentions_own_preprocess(lengths: tuple[int, ...] | None) -> None:
-    """Gates of 1 leave do and lse as they are: every number that the preprocess writes, and where it writes none."""
-    from flash_attn.cute.interface import _bwd_preprocess
-    from nsa_layer.kernels.launch import DTYPES
-
-    case = Case("gates", lengths=lengths, gate_dtype=torch.float32)
-    x = make_inputs(case)
-    x.gates.fill_(1.0)
-    got = backward(x, x.gates, case.tile_m)
-    theirs = [[torch.empty_like(got.dpsum[0]) for _ in range(2)] for _ in range(3)]
-    for i, (dpsum, lse_log2) in enumerate(theirs):
-        _bwd_preprocess(
-            *(x.outputs[i], x.do, dpsum, x.lses[i], lse_log2, None, x.cu_seqlens, None, None),
-            *(DTYPES[case.dtype], case.D, case.D, case.tile_m),
-            fake_mode=False,
-        )
-        for ours, their in ((got.dpsum[i], dpsum), (got.lse_log2[i], lse_log2)):
-            torch.testing.assert_close(ours, their, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("lengths", [None, (100, 0, 200)])
 @pytest.mark.parametrize("mode", ["equal", "weight", "gates"])
 def test_without_a_window(mode: str, lengths: tuple[int, ...] | None) -> None:
