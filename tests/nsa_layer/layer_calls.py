@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -27,13 +27,15 @@ def starts_of(lengths: Iterable[int], device: torch.device | str = "cpu") -> Ten
     return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu").to(device)
 
 
-def cached_arguments(case: Case = CACHED, S: int = 32) -> dict[str, Any]:
-    """Arguments of `nsa_with_kvcache` on contiguous caches that hold nothing yet, and are full of NaN."""
-    given = {name: getattr(make_inputs(case), name) for name in "qkv"}
-    for name in "kv":
-        given[f"{name}_cache"] = given[name].new_full((case.B, S, *given[name].shape[2:]), torch.nan)
-        given[f"{name}_cmp_cache"] = given[f"{name}_cache"][:, : S // case.config.stride].clone()
-    return given | dict(cache_seqlens=torch.zeros(case.B, dtype=torch.int32), config=case.config)
+def cached_arguments(case: Case = CACHED, S: int = 32, device: str = "cpu", beside: int = 0) -> dict[str, Any]:
+    """Arguments of `nsa_with_kvcache` on contiguous caches that hold nothing yet, and are full of NaN; their rows start
+    behind others of `beside` numbers."""
+    inputs = make_inputs(case, device)
+    given = dict(q=inputs.q, k=inputs.k, v=inputs.v, config=case.config)
+    for name, rows in product("kv", (("", S), ("_cmp", S // case.config.stride))):
+        (B, _, H, D), (kind, slots) = given[name].shape, rows
+        given[f"{name}{kind}_cache"] = given[name].new_full((B, slots, H, beside + D), torch.nan)[..., beside:]
+    return given | dict(cache_seqlens=torch.zeros(case.B, dtype=torch.int32, device=device))
 
 
 def operator_call(

@@ -89,34 +89,26 @@ LAYERS = {
 }
 
 
-def layer_and_cache(name: str) -> tuple[NSAttention, NSACache]:
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        *((name, "") for name in LAYERS),
+        *(("networks", part) for part in ("compress_k", "gate_mlp", "branch_proj.k_win", "branch_proj.k_cmp")),
+    ],
+)
+def test_a_loss_on_what_follows_a_cached_prefix_raises(name: str, part: str) -> None:
+    """A single trained part is enough. Networks that compress are called by the cache, with tokens of its sources."""
     layer = NSAttention(32, num_heads=4, num_kv_heads=2, config=SMALL, dtype=torch.float64, **LAYERS[name])
     own = dict(own_window=layer.kv_per_branch, own_sources=layer.kv_per_branch, dtype=torch.float64)
-    return layer, NSACache(2, 48, 2, 8, config=SMALL, page_size=16 if name == "paged" else None, **own)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_loss_on_what_follows_a_cached_prefix_raises(name: str) -> None:
-    layer, cache = layer_and_cache(name)
+    cache = NSACache(2, 48, 2, 8, config=SMALL, page_size=16 if name == "paged" else None, **own)
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     with torch.no_grad():
         want = layer(x)
         layer(x[:, :30], cache=cache)
+    trained = layer.requires_grad_(False).get_submodule(part).requires_grad_(True)
     o = layer(x[:, 30:], cache=cache)
     torch.testing.assert_close(o.detach(), want[:, 30:])
     with refused():
-        o.sum().backward()
+        torch.autograd.grad(o.sum(), list(trained.parameters()))
     assert cache.lengths == (40, 40)
-
-
-@pytest.mark.parametrize("name", ["compress_k", "k_win", "k_cmp", "gate_mlp"])
-def test_a_single_trained_part_is_enough(name: str) -> None:
-    """Networks that compress are called by the cache, and the tokens that they are called with are its sources."""
-    layer, cache = layer_and_cache("networks")
-    layer.requires_grad_(False)
-    part = layer.get_submodule(name if name in ("compress_k", "gate_mlp") else f"branch_proj.{name}")
-    part.requires_grad_(True)
-    o = layer(torch.randn(2, 30, 32, dtype=torch.float64), cache=cache)
-    with refused():
-        torch.autograd.grad(o.sum(), list(part.parameters()))
     assert not any(x.requires_grad for x in (*cache.caches.values(), *cache.sources.values()))

@@ -485,35 +485,25 @@ def test_a_batch_is_read_in_place_on_the_kernels(step: int, beside: int, page: i
     """Caches are full of NaN, longer than any tile; rows may start anywhere, and pages may lie so."""
     case = Case(B=2, T=500, **KERNELS)
     inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
-    caches = batch_caches(inputs, 1344, beside)
+    given = cached_arguments(case, 1344, "cuda", beside) | dict(gate_weight=inputs.gate_weight)
     if page is not None:
-        caches = in_pages(caches, page)
-    seqlens, found = torch.zeros(2, dtype=torch.int32, device="cuda"), []
+        given = in_pages(given, page)
+    found = []
     for begin in range(0, 500, step):
         new = {name: getattr(inputs, name)[:, begin : begin + step] for name in "qkv"}
-        given = caches | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
-        found.append(attended(given)[0])
-        seqlens += found[-1].shape[1]
+        found.append(attended(given | new)[0])
+        given["cache_seqlens"] += found[-1].shape[1]
     torch.testing.assert_close(torch.cat(found, dim=1), want.o, **ROUNDING)
 
 
-def batch_caches(inputs: Inputs, S: int, beside: int = 0) -> dict[str, torch.Tensor]:
-    caches = {}
-    for name in "kv":
-        B, _, H, D = getattr(inputs, name).shape
-        for kind, rows in (("", S), ("_cmp", S // 64)):
-            cache = torch.full((B, rows, H, beside + D), torch.nan, dtype=inputs.q.dtype, device="cuda")
-            caches[f"{name}{kind}_cache"] = cache[..., beside:]
-    return caches
-
-
-def in_pages(caches: dict[str, torch.Tensor], page: int) -> dict[str, torch.Tensor]:
-    """The same caches as pages in any order, and their tables; those of keys lie by head."""
-    parts = {name: page // (64 if "cmp" in name else 1) for name in caches}
-    paged = {name: x.flatten(0, 1).unflatten(0, (-1, parts[name])) for name, x in caches.items()}
-    paged |= {name: paged[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("k_cache", "k_cmp_cache")}
-    table = torch.randperm(len(paged["k_cache"]), device="cuda").int().view(len(caches["k_cache"]), -1)
-    return paged | dict(page_table=table, cmp_page_table=table)
+def in_pages(given: dict, page: int) -> dict:
+    """The same on caches of pages in any order, with their tables; keys lie by head."""
+    paged = {name: x for name, x in given.items() if name.endswith("_cache")}
+    for name, x in paged.items():
+        x = x.flatten(0, 1).unflatten(0, (-1, page // (64 if "cmp" in name else 1)))
+        paged[name] = x.transpose(1, 2).contiguous().transpose(1, 2) if name[0] == "k" else x
+    table = torch.randperm(len(paged["k_cache"]), device="cuda").int().view(len(given["q"]), -1)
+    return given | paged | dict(page_table=table, cmp_page_table=table)
 
 
 @pytest.mark.gpu
@@ -522,11 +512,11 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> 
     """Sequences end up outside of the caches: their rows are NaN, and no place is written."""
     case = Case(B=2, T=320, **KERNELS)
     inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
-    caches, seqlens = batch_caches(inputs, 320), torch.zeros(2, dtype=torch.int32, device="cuda")
-    given = caches if page is None else in_pages(caches, page)
-    caches = {name: given[name] for name in caches}
+    given = cached_arguments(case, 320, "cuda") | dict(gate_weight=inputs.gate_weight)
+    given = given if page is None else in_pages(given, page)
+    caches, seqlens = {name: x for name, x in given.items() if name.endswith("_cache")}, given["cache_seqlens"]
     new = {name: getattr(inputs, name)[:, :64].clone() for name in "qkv"}
-    given = given | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
+    given |= new
     graph, o = capture(lambda: attended(given)[0], warm_ups=3)
     for cache in caches.values():
         cache.fill_(torch.nan)
@@ -554,9 +544,7 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> 
 def test_lists_may_be_given_on_the_kernels(q_tile: int, packed: bool) -> None:
     case = Case(B=2, T=500, **KERNELS | dict(config=KERNELS["config"].replace(q_tile=q_tile), gate="none"))
     inputs = make_inputs(case, "cuda")
-    want, given = run("cute", inputs), {name: getattr(inputs, name) for name in "qkv"}
-    given |= in_pages(batch_caches(inputs, 512), 64) | dict(config=case.config)
-    given["cache_seqlens"] = torch.zeros(2, dtype=torch.int32, device="cuda")
+    want, given = run("cute", inputs), in_pages(cached_arguments(case, 512, "cuda"), 64)
     got = in_parts_with_lists(given, want.aux.block_indices, 256, packed)
     torch.testing.assert_close(got, want.o, **ROUNDING)
 
