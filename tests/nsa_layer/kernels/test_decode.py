@@ -190,9 +190,9 @@ def divide(patch: pytest.MonkeyPatch, splits: Splits) -> None:
 
 def stack(name: str, splits: Splits) -> list[list[int]]:
     """Bytes of stack of the functions of each of the step's kernels."""
-    from fa_cubin import cubins, frames
+    from fa_cubin import machine_code
 
-    return [frames(cubin) for cubin in cubins(lambda: fake_step(name, splits))]
+    return [code.stack for code in machine_code(fake_step, name, splits)]
 
 
 @pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED])

@@ -209,10 +209,10 @@ def test_kernels_are_traced(name: str, compiler: Worker) -> None:
 
 def stack_and_order(name: str) -> tuple[list[int], bool]:
     """Stack frames of a variant's kernel, and whether its products wait for one another; in a worker."""
-    from fa_cubin import cubins, frames, serialized
+    from fa_cubin import machine_code
 
-    [code] = cubins(lambda: traced(name))
-    return frames(code), serialized(code)
+    [code] = machine_code(traced, name)
+    return code.stack, code.serialized
 
 
 @pytest.mark.xdist_group("sm_90")
