@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa_layer.checks import check_lengths
 from nsa_layer.config import NSAConfig
 from nsa_layer.eager.pooling import compress
 
@@ -84,6 +85,16 @@ def compressed(
     if starts is not None:
         return compressed(_packed_blocks(x, starts, config), **static).squeeze(1)
     return (compress(x, weight, config=config) if network is None else network(x)).to(x.dtype)
+
+
+def compress_sequences(
+    compressors: Compressors, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, *, read: bool = True
+) -> dict[str, torch.Tensor]:
+    """Arguments k_cmp and v_cmp of whole sequences, packed ones with ``cu_seqlens``, whose lengths are ``read``."""
+    lengths = None
+    if compressors and cu_seqlens is not None:
+        lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "q", read=read)
+    return {name: f(x, lengths, cu_seqlens) for (name, f), x in zip(compressors.items(), (k, v))}
 
 
 def compress_blocks(compressors: Compressors, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:

@@ -59,6 +59,7 @@ ARGUMENTS = {
     "cmp_page_table": Kind("B cmp_pages", INT32),
     "cache_batch_idx": Kind("B", INT32),
     "out": Kind("tokens Hq Dv", Q),
+    "x": Kind("tokens dim", Q, required=True),
 }
 BATCH = {"tokens": "B T", "keys": "B T", "blocks": "B Tc"}
 PACKED = {"tokens": "total", "keys": "total", "blocks": "blocks"}

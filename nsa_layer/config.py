@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 RULES = ("nsa", "seed")
@@ -60,8 +60,7 @@ class NSAConfig:
                 require_int(name, value, least=least)
         require_int("init_blocks + local_blocks", self.init_blocks + self.local_blocks, least=0)
         require_bools(deterministic=self.deterministic)
-        if self.rule not in RULES:
-            raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
+        require_one_of("rule", self.rule, RULES)
         stride = self.stride
         for name, size in (("block_size", self.block_size), ("compress_size", self.span)):
             if size > LONGEST_BLOCK:
@@ -214,6 +213,12 @@ def require_int(name: str, value: object, *, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if value > LARGEST:
         raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+
+
+def require_one_of(name: str, value: object, known: Iterable[object]) -> None:
+    """Raise ValueError, naming the argument, unless it is a known value."""
+    if value not in list(known):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def require_bools(**flags: object) -> None:

@@ -11,10 +11,10 @@ from torch import nn
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
-from nsa_layer.block_mlp import BlockMLP, Compressors, compress_blocks, compressed
+from nsa_layer.block_mlp import BlockMLP, Compressors, compress_blocks, compress_sequences, compressed
 from nsa_layer.call import Aux
-from nsa_layer.checks import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested, require_config
-from nsa_layer.config import NSAConfig, require_bools, require_int
+from nsa_layer.checks import BATCH, PACKED, check_starts, check_tensor, leaves_starts_on_gpu, require_config
+from nsa_layer.config import NSAConfig, require_bools, require_int, require_one_of
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
 from nsa_layer.context_parallel.halo import compress_shard
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -136,9 +136,8 @@ class NSAttention(Branches):
         super().__init__()
         _check_sizes(dim, num_heads, num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
         require_config(config)
-        for name, value, known in (("compression", compression, COMPRESSIONS), ("gate", gate, GATES)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        require_one_of("compression", compression, COMPRESSIONS)
+        require_one_of("gate", gate, GATES)
         require_bools(kv_per_branch=kv_per_branch)
         if rope is not None and not callable(rope):
             raise TypeError(f"rope must be callable or None, got {rope!r}")
@@ -276,23 +275,15 @@ class NSAttention(Branches):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """Compressed keys and values of the tokens k and v, this rank's."""
-        lengths, compressors = None, self.compressors().items()
-        if self.cp is not None:
-            lengths = None if cu_seqlens is None else whole_lengths(cu_seqlens, k, self.cp)
-            shard = partial(compress_shard, lengths=lengths, cp=self.cp, config=self.config)
-            return {name: shard(x, compress=f) for (name, f), x in zip(compressors, (k, v))}
-        if cu_seqlens is not None:
+        if self.cp is None:
             read = not leaves_starts_on_gpu(self.backend, cu_seqlens, q)
-            lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "x", read=read)
-        return {name: f(x, lengths, cu_seqlens) for (name, f), x in zip(compressors, (k, v))}
+            return compress_sequences(self.compressors(), k, v, cu_seqlens, read=read)
+        lengths = None if cu_seqlens is None else whole_lengths(cu_seqlens, k, self.cp)
+        shard = partial(compress_shard, lengths=lengths, cp=self.cp, config=self.config)
+        return {name: shard(x, compress=f) for (name, f), x in zip(self.compressors().items(), (k, v))}
 
     def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, positions: torch.Tensor | None) -> None:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-        refuse_nested("x", x)
-        layout = "[B, T, dim]" if cu_seqlens is None else "packed [total, dim], since cu_seqlens is given,"
-        if x.dim() != 2 + (cu_seqlens is None) or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be {layout} with dim={self.dim}, got shape {tuple(x.shape)}")
+        check_tensor("x", x, x, {"dim": self.dim}, BATCH if cu_seqlens is None else PACKED)
         if type(self.q_proj) is nn.Linear:  # the weights of others, quantized ones for instance, say nothing of x
             weight = self.q_proj.weight
             if x.device != weight.device:

@@ -396,10 +396,10 @@ def with_cache(options: dict[str, Any] | None = None, **changes: Any) -> Togethe
 
 FORWARD = (
     ("x", *NOT_A_TENSOR, None),
-    ("x", ValueError, r"x must be \[B, T, dim\] with dim=32, got", torch.zeros(T, 32), torch.zeros(B, T, 31)),
+    ("x", ValueError, r"x must have shape \(B, T, 32\), got", torch.zeros(T, 32), torch.zeros(B, T, 31)),
     ("x", TypeError, "x must have the layer's dtype torch.float32, got", lambda x: x.double(), lambda x: x.int()),
     ("x", ValueError, "x must be on the layer's device cpu, got meta", lambda x: x.to("meta")),
-    ("x", ValueError, r"x must be packed \[total, dim\]", in_a_pack(starts(0, T), torch.zeros(B, T, 32))),
+    ("x", ValueError, r"x must have shape \(total, 32\)", in_a_pack(starts(0, T), torch.zeros(B, T, 32))),
     ("positions", TypeError, "positions must be a torch.Tensor or None, got list", list(range(T))),
     ("positions", TypeError, "positions must be integers, got", torch.zeros(T), torch.ones(T, dtype=torch.bool)),
     ("positions", ValueError, r"{} must have shape \(2, 20\) or \(20,\)", torch.arange(T - 1), torch.ones(3, T).int()),

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from nsa_layer.config import require_one_of
+
 MODES, BALANCES = ("auto", "heads", "gather"), (None, "zigzag")
 
 
@@ -42,8 +44,7 @@ class ContextParallel:
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {self.mode!r}")
+        require_one_of("mode", self.mode, MODES)
         if self.load_balance not in BALANCES:
             raise ValueError(f"load_balance must be None or 'zigzag', got {self.load_balance!r}")
         require_initialized()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call import Call
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, require_one_of
 from nsa_layer.kernels.union_lists.sizes import (
     CHUNKS,
     KEYS,
@@ -64,8 +64,7 @@ class MemoryPolicy:
                 raise TypeError(f"budget must be an int or None, got {self.budget!r}")
             if self.budget < 0:
                 raise ValueError(f"budget must be at least 0 bytes, got {self.budget}")
-        if self.recompute not in list(RECOMPUTE):
-            raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}")
+        require_one_of("recompute", self.recompute, RECOMPUTE)
 
 
 class Sizes(NamedTuple):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_layer.call import Aux
+from nsa_layer.config import require_one_of
 from nsa_layer.kvcache.nsa_cache import NSACache
 from nsa_layer.module import NSAttention
 from nsa_layer.rope import RotaryEmbedding
@@ -68,8 +69,7 @@ class ByteModel(nn.Module):
 
     def __init__(self, config: DemoConfig, kind: str) -> None:
         super().__init__()
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+        require_one_of("kind", kind, KINDS)
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.blocks = nn.ModuleList(Block(config, kind) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)

@@ -381,7 +381,7 @@ def test_what_it_does_not_do_is_an_error() -> None:
         sparse(nsa_compression="mlp").generate(ids, **{CACHE: DynamicCache()}, max_new_tokens=4)
     with pytest.raises(NotImplementedError, match="shape"):
         model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))
-    with pytest.raises(ValueError, match="attn_implementation must be 'nsa', got 'eager'"):
+    with pytest.raises(ValueError, match="attn_implementation must be one of None, 'nsa', got 'eager'"):
         NSALlamaModel(NSALlamaConfig(**SIZES, attn_implementation="eager"))
     sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0)
     with pytest.raises(NotImplementedError, match="layers of sliding_attention"):

@@ -14,16 +14,6 @@ from nsa_layer.integrations.hf.models import (
     NSAQwen3Model,
 )
 
-__all__ = [
-    "NSALlamaConfig",
-    "NSALlamaForCausalLM",
-    "NSALlamaModel",
-    "NSAModelCache",
-    "NSAQwen2Config",
-    "NSAQwen2ForCausalLM",
-    "NSAQwen2Model",
-    "NSAQwen3Config",
-    "NSAQwen3ForCausalLM",
-    "NSAQwen3Model",
-    "convert_to_nsa",
-]
+__all__ = ["NSALlamaConfig", "NSALlamaForCausalLM", "NSALlamaModel", "NSAModelCache", "NSAQwen2Config"]
+__all__ += ["NSAQwen2ForCausalLM", "NSAQwen2Model", "NSAQwen3Config", "NSAQwen3ForCausalLM", "NSAQwen3Model"]
+__all__ += ["convert_to_nsa"]

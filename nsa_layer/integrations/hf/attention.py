@@ -14,7 +14,7 @@ from transformers.utils import TransformersKwargs
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
-from nsa_layer.block_mlp import Compressors
+from nsa_layer.block_mlp import Compressors, compress_sequences
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.cache import NSACacheLayer
 from nsa_layer.integrations.hf.packing import BatchPacking, of_positions
@@ -22,7 +22,6 @@ from nsa_layer.kvcache.api import nsa_with_kvcache
 from nsa_layer.selected import selected_attention
 
 Tensor = torch.Tensor
-NONE: Compressors = {}
 CHANGES_RESULT = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "attention_bias", "alibi", "indices")
 CHANGES_RESULT += ("head_mask", "score_mod", "block_table", "output_attentions", "dropout", "is_causal=False")
 OF_FORWARD = {*TransformersKwargs.__annotations__, "use_cache", "cache_position"}  # of the model, no matter here
@@ -45,25 +44,20 @@ def nsa_attention_forward(
     position_ids: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Native Sparse Attention as an attention function of transformers.
+    """Native Sparse Attention as an attention function of transformers: [B, T, Hq, Dv], and no attention weights.
 
     Args:
-        module: the layer; of its configuration ``nsa`` and ``nsa_backend`` are read, if they are there.
-        query: [B, Hq, T, D], the last T tokens of key's.
-        key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
+        module: the layer, whose configuration may have ``nsa`` and ``nsa_backend``.
+        query: [B, Hq, T, D], the last T tokens of key [B, Hkv, S, D] and value [B, Hkv, S, Dv].
         attention_mask: from `nsa_mask`.
-        nsa_options: config, gates and weights by their names in `nsa`, and "compressors" for "k_cmp" and "v_cmp". None:
-            branches count 1/3 each, and config has the fields of ``module.config.nsa``.
+        nsa_options: of `nsa`, and "compressors", which make k_cmp and v_cmp. None: branches count 1/3 each, and the
+            operator's options are ``module.config.nsa``.
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
         max_length_q: an upper bound of their lengths, an integer of Python, NumPy or PyTorch.
-        block_indices: [B, Hkv or Hq, T, n], the blocks of ``module.indexer.block_size`` keys that each query attends
-            to, and to no others, counted with padding; -1 for none.
-        position_ids: [B or 1, T]; read for packed sequences, see `of_positions`, where there is no padding, no
-            ``cu_seq_lens_q`` and no cached token.
-
-    Returns:
-        [B, T, Hq, Dv], and no attention weights. With cached tokens, or ``nsa_cache``, backward raises RuntimeError.
+        block_indices: [B, Hkv or Hq, T, n], blocks of ``module.indexer.block_size`` keys, counted with padding; -1 for
+            none. Each query attends to these, and to no others.
+        position_ids: [B or 1, T], by which `of_positions` packs where nothing else says how.
 
     Raises:
         NotImplementedError: an option of the layer that sparse attention lacks; an unknown one is a warning, once.
@@ -90,19 +84,17 @@ def nsa_attention_forward(
             raise NotImplementedError("block_indices of packed sequences, or with padding in front of tokens")
         lists, block_size = block_indices.transpose(1, 2).int(), module.indexer.block_size
         return selected_attention(q, k, v, lists, block_size=block_size, **static), None
-    arguments = dict(nsa_options or dict(config=nsa_config(getattr(module.config, "nsa", None))), **static)
-    q = packing.pack(q)
+    if nsa_options is None:
+        nsa_options = dict(config=nsa_config(getattr(module.config, "nsa", None)), compressors={})
+    arguments = dict(nsa_options, **static)
     if arguments.get("gates") is not None:
         arguments["gates"] = packing.pack(arguments["gates"])
-    if nsa_cache is not None:
-        o = nsa_cache.attend(q, packing.pack(k), packing.pack(v), packing, **arguments)
-    elif not whole:
-        o = _attend_to_cached(q, k, v, packing, **arguments)
-    else:
-        if cu_seq_lens_q is not None and max_length_q is not None:
-            arguments["max_seqlen"] = index(max_length_q)
-        o = _attend(q, packing.pack(k), packing.pack(v), packing, **arguments)
-    return packing.unpack(o), None
+    if not whole and nsa_cache is None:
+        return packing.unpack(_attend_to_cached(packing.pack(q), k, v, packing, **arguments)), None
+    if cu_seq_lens_q is not None and max_length_q is not None:
+        arguments["max_seqlen"] = index(max_length_q)
+    attend = _attend if nsa_cache is None else nsa_cache.attend
+    return packing.unpack(attend(*map(packing.pack, (q, k, v)), packing, **arguments)), None
 
 
 def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSAConfig:
@@ -135,13 +127,10 @@ def _warn_of(name: str) -> None:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, packing: BatchPacking, *, compressors: Compressors = NONE, **options: object
+    q: Tensor, k: Tensor, v: Tensor, packing: BatchPacking, *, compressors: Compressors, **options: object
 ) -> Tensor:
     """Whole sequences: [B, T, Hq, D] -> [B, T, Hq, Dv], or packed."""
-    lengths, options["cu_seqlens"] = None, packing.cu_seqlens
-    if compressors and packing.cu_seqlens is not None and not torch.compiler.is_compiling():
-        lengths = tuple(packing.cu_seqlens.diff().tolist())
-    options |= {name: f(x, lengths, packing.cu_seqlens) for (name, f), x in zip(compressors.items(), (k, v))}
+    options |= compress_sequences(compressors, k, v, packing.cu_seqlens) | dict(cu_seqlens=packing.cu_seqlens)
     if not len(q):  # nothing but padding: no rows, with a gradient of all parameters, which other ranks wait for
         zero = sum(x.flatten()[:0].sum() for x in (q, k, v, *options.values()) if isinstance(x, Tensor))
         return q.new_zeros(0, q.shape[-2], v.shape[-1]) + zero
@@ -149,7 +138,7 @@ def _attend(
 
 
 def _attend_to_cached(
-    q: Tensor, k: Tensor, v: Tensor, packing: BatchPacking, *, compressors: Compressors = NONE, **options: object
+    q: Tensor, k: Tensor, v: Tensor, packing: BatchPacking, *, compressors: Compressors, **options: object
 ) -> Tensor:
     """The last tokens of sequences whose keys and values transformers has cached: k is [B, S, Hkv, D]."""
     if compressors:

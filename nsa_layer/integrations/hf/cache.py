@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nsa_layer.block_mlp import Compressors, compress_blocks
 from nsa_layer.config import NSAConfig
-from nsa_layer.integrations.hf.packing import BatchPacking
+from nsa_layer.integrations.hf.packing import BatchPacking, first_columns
 from nsa_layer.kvcache.api import nsa_with_kvcache
 from nsa_layer.kvcache.nsa_cache import LastingTensors, NSACache
 
@@ -33,10 +34,18 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         super().__init__()
         self.max_cache_len, self.is_compileable = max_cache_len, static
         self.cache: NSACache | None = None
-        self._columns = 0  # of the batch with its padding
         self._is_token: Tensor | None = None  # bool [B, columns of prompts] on the CPU; None: there is no padding
-        self._padding: Tensor | None = None  # int32 [1] on the device, of row 0
-        self._is_counted = True  # False: columns and the cache's lengths are on the device alone
+        self._padding = 0  # columns of row 0 without a token
+        self._padding_on_device: Tensor | None = None  # int32 [1], of a static cache
+        self._is_counted = True  # False: the cache's lengths are on the device alone
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a row, its padding included; waits for lengths that steps have left on the device."""
+        if not self._is_counted:
+            self.cache.read_lengths()
+            self._is_counted = True
+        return 0 if self.cache is None else self.cache.lengths[0] + self._padding
 
     def attend(
         self,
@@ -61,19 +70,23 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         B, T = packing.shape
         if self.cache is not None and (B, config) != (rows := len(self.cache.cache_seqlens), self.cache.config):
             raise ValueError(f"the cache is of {rows} rows and {self.cache.config}, got {B} and {config}: make another")
-        is_step = self.is_compileable and T == 1 and self.is_initialized
-        if not is_step or packing.is_token is not None:
-            self._prepare(k, v, packing, config)
-        if is_step and packing.cu_seqlens is None:
+        if self.is_compileable and T == 1 and self.is_initialized and packing.is_token is None:
             return self._step(q, k, v, compressors, **options)
+        columns = self.columns
+        if self.cache is None:
+            self._allocate(k, v, B, T, config)
+        if (kept := packing.kept(self._is_token, columns)) != self.cache.lengths:
+            self._crop(kept, columns)
+        self._is_token = packing.is_token
+        if columns + T > self.cache.max_seqlen and not self.is_compileable:
+            self.cache.grow(max(columns + T, 2 * self.cache.max_seqlen))
         if compressors:
             options["compress"] = partial(compress_blocks, compressors)
         if len(q):
             o = self.cache.attend(q, k, v, cu_seqlens_q=packing.cu_seqlens, **options)
         else:
             o = q.new_zeros(0, q.shape[-2], v.shape[-1])
-        self._columns += T
-        self._store_padding()
+        self._pad_to(columns + T)
         return o
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, compressors: Compressors, **options: object) -> Tensor:
@@ -89,36 +102,26 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         lengths += 1
         return o
 
-    def _store_padding(self) -> None:
-        """Keep the padding of row 0 where steps find it."""
-        if self._padding is not None:
-            self._padding.fill_(self._columns - self.cache.lengths[0])
+    def _allocate(self, k: Tensor, v: Tensor, B: int, T: int, config: NSAConfig) -> None:
+        sizes = dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
+        self.cache = NSACache(B, max(self.max_cache_len, T), *k.shape[-2:], config=config, **sizes)
+        self.is_initialized = True
+        if self.is_compileable:
+            with torch.inference_mode(False):
+                self._padding_on_device = torch.zeros(1, dtype=torch.int32, device=k.device)
+            for x in (*self.cache.caches.values(), self.cache.cache_seqlens, self._padding_on_device):
+                torch._dynamo.mark_static_address(x)  # a CUDA graph writes to them in place
 
-    def _count(self) -> None:
-        """Read lengths that steps have left on the device."""
-        if not self._is_counted:
-            self.cache.read_lengths()
-            self._columns, self._is_counted = self.cache.lengths[0] + int(self._padding), True
+    def _pad_to(self, columns: int) -> None:
+        """Count columns without a token, of row 0, where steps find them."""
+        self._padding = columns - self.cache.lengths[0]
+        if self._padding_on_device is not None:
+            self._padding_on_device.fill_(self._padding)
 
-    def _prepare(self, k: Tensor, v: Tensor, packing: BatchPacking, config: NSAConfig) -> None:
-        """Make a cache for the tokens of k, or the present one large enough; cached tokens that are hidden now go."""
-        B, T = packing.shape
-        if self.cache is None:
-            sizes = dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
-            self.cache = NSACache(B, max(self.max_cache_len, T), *k.shape[-2:], config=config, **sizes)
-            self.is_initialized = True
-            if self.is_compileable:
-                with torch.inference_mode(False):
-                    self._padding = torch.zeros(1, dtype=torch.int32, device=k.device)
-                for x in (*self.cache.caches.values(), self.cache.cache_seqlens, self._padding):
-                    torch._dynamo.mark_static_address(x)  # a CUDA graph writes to them in place
-        self._count()
-        if (kept := packing.kept(self._is_token, self._columns)) != self.cache.lengths:
-            self.cache.crop(kept)
-            self._store_padding()
-        self._is_token = packing.is_token
-        if self._columns + T > self.cache.max_seqlen and not self.is_compileable:
-            self.cache.grow(max(self._columns + T, 2 * self.cache.max_seqlen))
+    def _crop(self, lengths: Sequence[int], columns: int) -> None:
+        """Keep each row's first tokens, which are those of so many columns."""
+        self.cache.crop(lengths)
+        self._pad_to(columns)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
         raise NotImplementedError(
@@ -131,9 +134,8 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
     def get_seq_length(self) -> int | Tensor:
         """Tokens of a row, its padding included; a tensor [1] where a graph is compiled."""
         if self.is_compileable and self.is_initialized and torch.compiler.is_compiling():
-            return self.cache.cache_seqlens[:1] + self._padding
-        self._count()
-        return self._columns
+            return self.cache.cache_seqlens[:1] + self._padding_on_device
+        return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns of a mask, and the first of them; ValueError where a static cache has too few."""
@@ -157,28 +159,19 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         """Remove the last tokens of all rows, -n for n of them; ValueError for a positive number."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be at most 0, as -n for n tokens, got {tokens_to_remove}")
-        self._crop_to(max(0, self.get_seq_length() + int(tokens_to_remove)))
+        if columns := self.columns:
+            columns = max(0, columns + int(tokens_to_remove))
+            is_token = first_columns(self._is_token, len(self.cache.lengths), columns)
+            self._crop(is_token.sum(1).tolist(), columns)
 
     def reset(self) -> None:
         """Remove all tokens."""
-        self._crop_to(0)
+        self.crop(-self.columns)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes a copy of row ``beam_idx[b]``, which has the same padding."""
-        if self.cache is not None:
-            self._count()
+        if self.columns:
             self.cache.reorder(beam_idx)
-
-    def _crop_to(self, columns: int) -> None:
-        self._count()
-        self._columns = columns
-        if self.cache is not None:
-            lengths = columns
-            if self._is_token is not None:
-                later = max(0, columns - self._is_token.shape[1])
-                lengths = (self._is_token[:, :columns].sum(1) + later).tolist()
-            self.cache.crop(lengths)
-            self._store_padding()
 
 
 class NSAModelCache(Cache):

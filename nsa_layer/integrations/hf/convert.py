@@ -14,6 +14,7 @@ from nsa_layer.checks import require_config
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.models import SPARSE, NSABranches
 
+START = 4.0  # sigmoid(4) = 0.982
 NOT_KEPT = ("model_type", "architectures", "transformers_version")
 # Of the dense model alone: accelerate's forward of mixed precision, compiled steps, and names in the file it is of.
 NOT_SHARED = ("_modules", "config", "forward", "_original_forward")
@@ -66,7 +67,8 @@ def convert_to_nsa(
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
         if branches.gate_mlp is not None:
-            branches.start_selected()
+            *_, last = branches.gate_mlp.modules()
+            last.bias.data.copy_(torch.tensor([-START, START, -START]).repeat(branches.num_heads))
     if model.can_generate():
         converted.generation_config = deepcopy(model.generation_config)
     return converted

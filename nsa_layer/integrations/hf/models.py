@@ -6,31 +6,17 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from inspect import signature
+from types import ModuleType
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    CompileConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-)
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
 from nsa_layer.block_mlp import BlockMLP
+from nsa_layer.config import require_one_of
 from nsa_layer.integrations.hf.attention import nsa_attention_forward, nsa_config
 from nsa_layer.integrations.hf.cache import NSAModelCache
 from nsa_layer.integrations.hf.packing import BatchPacking
@@ -39,10 +25,10 @@ from nsa_layer.support import BACKENDS
 
 Tensor = torch.Tensor
 SPARSE: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}  # by class of the dense model
-START = 4.0  # sigmoid(4) = 0.982
 KNOWN = dict(nsa_gate=GATES, nsa_compression=COMPRESSIONS, nsa_backend=(None, *BACKENDS))
+FIXED = ("nsa", "nsa_gate", "nsa_compression", "_attn_implementation")  # by which a model is made
 # The cache among the arguments of models: "cache" since transformers 5.24.
-CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+CACHE = "cache" if "cache" in signature(modeling_llama.LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 class NSABranches(Branches):
@@ -50,17 +36,10 @@ class NSABranches(Branches):
 
     def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
         super().__init__()
-        self.fixed = {name: deepcopy(getattr(config, name)) for name in ("nsa", "nsa_gate", "nsa_compression")}
-        heads, sizes = (config.num_attention_heads, config.num_key_value_heads), (head_dim, head_dim)
-        kinds = nsa_config(config.nsa), config.nsa_gate, config.nsa_compression
-        networks = self._add_branches(config.hidden_size, *heads, *sizes, *kinds)
+        self.fixed = {name: deepcopy(getattr(config, name)) for name in FIXED}
+        sizes = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim, head_dim
+        networks = self._add_branches(*sizes, nsa_config(config.nsa), config.nsa_gate, config.nsa_compression)
         self.networks = nn.ModuleDict(networks)
-
-    @torch.no_grad()
-    def start_selected(self) -> None:
-        """Set the gates by input to nearly 1 for the selected branch, and nearly 0 for the others."""
-        *_, last = self.gate_mlp.modules()
-        last.bias.copy_(torch.tensor([-START, START, -START]).repeat(self.num_heads))
 
     def forward(
         self, layer: nn.Module, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BatchPacking | None, **options: object
@@ -92,14 +71,12 @@ class _Attention:
         attention_mask: BatchPacking | None = None,
         **options: object,
     ) -> tuple[Tensor, None]:
-        if self.config._attn_implementation != "nsa":
-            raise ValueError(f"attn_implementation must be 'nsa', got {self.config._attn_implementation!r}")
         cache = options.pop(CACHE, options.pop("past_key_values", None))
         q, k, v = (f(hidden_states).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
         if isinstance(cache, NSAModelCache):
             if self.layer_idx >= len(cache):
                 raise ValueError(f"the cache has {len(cache)} layers, fewer than the model: make one of its config")
@@ -165,8 +142,7 @@ class _CausalLM:
 
 
 def _use_nsa(config: PreTrainedConfig) -> None:
-    if config._attn_implementation not in (None, "nsa"):
-        raise ValueError(f"attn_implementation must be 'nsa', got {config._attn_implementation!r}")
+    require_one_of("attn_implementation", config._attn_implementation, (None, "nsa"))
     config._attn_implementation = "nsa"
     if windows := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"}):
         raise NotImplementedError(f"sparse attention for layers of {', '.join(windows)}: config.layer_types")
@@ -193,42 +169,30 @@ class _Fields:
             value = asdict(nsa_config(value, vars(self).get("nsa")))
         elif name.startswith("nsa_") and name not in KNOWN:
             raise AttributeError(f"a configuration has nsa, {', '.join(KNOWN)}, and no {name}")
-        elif name in KNOWN and value not in KNOWN[name]:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, KNOWN[name]))}, got {value!r}")
+        elif name in KNOWN:
+            require_one_of(name, value, KNOWN[name])
         super().__setattr__(name, value)
 
 
-def _family(
-    name: str,
-    config: type[PreTrainedConfig],
-    attention: type[nn.Module],
-    decoder: type[PreTrainedModel],
-    language_model: type[PreTrainedModel],
-) -> tuple[type[PreTrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]:
+def _family(name: str, modeling: ModuleType) -> tuple[type, type, type]:
     """The sparse configuration, decoder and language model of a family, which auto classes know from now on."""
 
-    def subclass(mixin: type, dense: type, **values: object) -> type:
-        about = f"`{dense.__name__}` with Native Sparse Attention."
-        values |= dict(__module__=__name__, __doc__=about)
-        return type(dense.__name__.replace(name, f"NSA{name}", 1), (mixin, dense), values)
+    def subclass(mixin: type, kind: str, **values: object) -> type:
+        dense = getattr(modeling, f"{name}{kind}")
+        values |= dict(__module__=__name__, __doc__=f"`{dense.__name__}` with Native Sparse Attention.")
+        return type(f"NSA{dense.__name__}", (mixin, dense), values)
 
-    sparse_config = subclass(_Fields, config, model_type=f"nsa_{config.model_type}")
-    sparse_attention = subclass(_Attention, attention)
-    sparse_decoder = subclass(_Model, decoder, config_class=sparse_config, attention=sparse_attention)
-    sparse_model = subclass(_CausalLM, language_model, config_class=sparse_config, decoder=sparse_decoder)
-    AutoConfig.register(sparse_config.model_type, sparse_config)
-    AutoModel.register(sparse_config, sparse_decoder)
-    AutoModelForCausalLM.register(sparse_config, sparse_model)
-    SPARSE.update({decoder: sparse_decoder, language_model: sparse_model})
-    return sparse_config, sparse_decoder, sparse_model
+    model_type = getattr(modeling, f"{name}Config").model_type
+    config = subclass(_Fields, "Config", model_type=f"nsa_{model_type}")
+    decoder = subclass(_Model, "Model", config_class=config, attention=subclass(_Attention, "Attention"))
+    language_model = subclass(_CausalLM, "ForCausalLM", config_class=config, decoder=decoder)
+    AutoConfig.register(config.model_type, config)
+    AutoModel.register(config, decoder)
+    AutoModelForCausalLM.register(config, language_model)
+    SPARSE.update({sparse.__bases__[1]: sparse for sparse in (decoder, language_model)})
+    return config, decoder, language_model
 
 
-NSALlamaConfig, NSALlamaModel, NSALlamaForCausalLM = _family(
-    "Llama", LlamaConfig, LlamaAttention, LlamaModel, LlamaForCausalLM
-)
-NSAQwen2Config, NSAQwen2Model, NSAQwen2ForCausalLM = _family(
-    "Qwen2", Qwen2Config, Qwen2Attention, Qwen2Model, Qwen2ForCausalLM
-)
-NSAQwen3Config, NSAQwen3Model, NSAQwen3ForCausalLM = _family(
-    "Qwen3", Qwen3Config, Qwen3Attention, Qwen3Model, Qwen3ForCausalLM
-)
+NSALlamaConfig, NSALlamaModel, NSALlamaForCausalLM = _family("Llama", modeling_llama)
+NSAQwen2Config, NSAQwen2Model, NSAQwen2ForCausalLM = _family("Qwen2", modeling_qwen2)
+NSAQwen3Config, NSAQwen3Model, NSAQwen3ForCausalLM = _family("Qwen3", modeling_qwen3)

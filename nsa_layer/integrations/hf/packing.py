@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
@@ -71,14 +72,17 @@ class BatchPacking:
         """
         if self.is_token is None and before is None:
             return (columns,) * self.shape[0]
-        was = torch.ones(self.shape[0], columns, dtype=torch.bool)
-        now = was if self.is_token is None else self.is_token[:, :columns]
-        if before is not None:
-            was = was.clone()
-            was[:, : before.shape[1]] = before[:, :columns]
+        was, now = (first_columns(x, self.shape[0], columns) for x in (before, self.is_token))
         if (now & (~was | ((was & ~now).cumsum(1) > 0))).any():
             raise ValueError(NOT_THE_CACHED)
         return tuple(now.sum(1).tolist())
+
+
+def first_columns(is_token: Tensor | None, B: int, columns: int) -> Tensor:
+    """bool [B, columns] of a mask [B, any], behind whose columns, and where it is None, there are tokens alone."""
+    if is_token is None:
+        return torch.ones(B, columns, dtype=torch.bool)
+    return F.pad(is_token, (0, columns - is_token.shape[1]), value=True)
 
 
 def nsa_mask(
@@ -95,14 +99,7 @@ def nsa_mask(
 ) -> BatchPacking | None:
     """The packing of a padded batch, in place of a mask; None: there is no padding.
 
-    Reads the mask on the host, which waits for a GPU once a forward pass.
-
-    Args:
-        batch_size: B.
-        q_length: T.
-        kv_length: cached columns and T.
-        mask_function: (row, head, query, key) -> bool: causal, of whole rows or packed sequences.
-        attention_mask: bool [B, kv_length or more], False at padding.
+    Reads attention_mask, bool [batch_size, kv_length or more], False at padding, on the host: once a forward pass.
 
     Raises:
         NotImplementedError: the mask is not that of whole causal sequences, or the cache has a fixed length.
@@ -143,11 +140,8 @@ def _of_padding(is_token: Tensor, T: int) -> BatchPacking | None:
 def of_positions(position_ids: Tensor | None, B: int, T: int) -> BatchPacking:
     """The packing of rows without padding, of positions [B or 1, T].
 
-    A sequence starts where positions fall, or where 0 follows 0, which ends a sequence of one token. Positions that
-    jump forward, or repeat another number, start none.
-
-    Reads positions on the host, which waits for a GPU once a forward pass. A graph that is being compiled holds rows of
-    one sequence, and an assertion that they are.
+    A sequence starts where positions fall, or where 0 follows 0, which ends a sequence of one token. The host reads
+    them once a forward pass. A graph that is being compiled holds rows of one sequence, and an assertion that they are.
     """
     if position_ids is None or position_ids.dim() != 2 or T == 1:
         return BatchPacking((B, T))
