@@ -89,13 +89,13 @@ faults(
 )  # fmt: skip
 
 
-@fault("mask of any shape", "transformers.masking_utils:AttentionMaskInterface._global_mapping", "models.wrong masks")
+@fault("mask of any shape", f"{PACKING}:AttentionMaskInterface._global_mapping", "models.wrong masks")
 def _shape(original: Any) -> Any:
     """A mask of another shape is none."""
 
-    def wrong(B: int, queries: int, keys: int, *args: Any, attention_mask: Any = None, **more: Any) -> Any:
-        fits = attention_mask is not None and attention_mask.shape == (B, keys)
-        return original["nsa"](B, queries, keys, *args, **more, attention_mask=attention_mask if fits else None)
+    def wrong(attention_mask: Any = None, **more: Any) -> Any:
+        fits = attention_mask is not None and attention_mask.shape == (more["batch_size"], more["kv_length"])
+        return original["nsa"](**more, attention_mask=attention_mask if fits else None)
 
     return {**original, "nsa": wrong}
 
