@@ -18,11 +18,13 @@ import pytest
 import torch
 from layer_calls import needs_hopper, no_waits
 from stub_kernels import LAUNCHED, launches, stubbed_layer, stubs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn.cute.runtime import repeated_calls
 from nsa_layer import NSAConfig, checks, nsa
 from nsa_layer.cute import grad_accum
 from nsa_layer.cute.selected import query_lists
+from nsa_layer.projection import project, project_backward
 from nsa_layer.warm_up.lookup import ENVIRONMENT
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -72,6 +74,26 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
             call()
             taken.append(peak_bytes(call, "cpu"))
     assert 0 < taken[1] <= 8.5 * taken[0], taken
+
+
+def test_projection_copies_nothing_but_its_result() -> None:
+    B, Tc, H, D = 2, 64, 4, 16
+    bundle = torch.randn(B, Tc, 2 * H, D)
+    x, weight = bundle[:, :, :H], torch.randn(H, D, D)
+    allocated: list[int] = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            seen = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            made = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)]
+            allocated.extend(t.numel() for t in made if t.untyped_storage().data_ptr() not in seen)
+            return out
+
+    with Allocations():
+        projected = project(x, weight)
+        project_backward(projected, x, weight)
+    assert sorted(allocated) == sorted([B * Tc * H * D, B * Tc * H * D, H * D * D])
 
 
 def test_a_warm_call_asks_nothing_of_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ KERNELS = {
     "tiles in groups": (dataclasses.replace(TILES, **PROJECTED), dict(heads=1, **ALL)),
     "packed tiles, own keys": (OWN, dict(heads=2, **ALL)),
     "packed in groups": (PACK, dict(heads=1, kept=[False, True, True])),
+    "blocks past the end": (dataclasses.replace(other(TILES, block_size=256), T=257), {}),
     "given": (PACK, dict(heads=1, lists=3, **ALL)),
     "given to heads": (other(TILES, q_tile=32), dict(heads=1, lists=3, by_head=True, **ALL)),
     "lists alone": (TOKENS, dict(alone=True, lists=3)),

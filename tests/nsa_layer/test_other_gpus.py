@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,30 +21,25 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
     pytest.importorskip("cutlass")
     from nsa_layer.cute import pages
 
-    class Asked(Exception):
-        pass
-
-    def asked(*_: object, **__: object) -> None:
-        raise Asked(*entered)
-
     entered: list[int] = []
 
-    class Device:
-        def __init__(self, x: torch.Tensor) -> None:
-            self.index = x.device.index
-
-        def __enter__(self) -> None:
-            entered.append(self.index)
-
-        def __exit__(self, *_: object) -> None:
+    @contextmanager
+    def device_of(x: torch.Tensor) -> Iterator[None]:
+        entered.append(x.device.index)
+        try:
+            yield
+        finally:
             entered.pop()
 
-    monkeypatch.setattr(torch.cuda, "device_of", Device)
+    def asked(*_: object, **__: object) -> None:
+        raise RuntimeError(f"asked on {entered}")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(pages, "forward", asked)
     with FakeTensorMode():
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
     static = static_arguments(CallSpec(CONFIG, True, 0.125)).values()
-    with pytest.raises(Asked, match="1"):
+    with pytest.raises(RuntimeError, match=r"asked on \[1\]"):
         layer._attend(q, q, q, *[None] * 12, *static, 2, None, [False] * 3, None, False)
     assert not entered
 

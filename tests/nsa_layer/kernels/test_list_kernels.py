@@ -436,21 +436,3 @@ def test_block_lists_are_those_of_pytorch(case: Case) -> None:
             assert torch.equal(place, starts[own[:, 1].long() * starts.shape[0] // Hq, own[:, 2].long()])
     if planned:
         assert_launch(backward, items, (Hq, Hkv))
-
-
-def widths_of_rows(T: int, block_size: int) -> tuple[int, int]:
-    """In a compiling worker: the width of forward's rows with room for every block, and what attention allows."""
-    from nsa_layer.kernels.block_lists.make import forward_lists
-
-    config = NSAConfig(block_size=block_size, q_tile=128)
-    lists = torch.empty(1, 2, config.num_tiles(T), config.list_width(T), dtype=torch.int32, device="cuda")
-    counts = torch.empty(lists.shape[:-1], dtype=torch.int32, device="cuda")
-    lists = forward_lists(lists, counts, T, block_size=block_size, q_tile=128, kv_tile=128, causal=True)
-    return lists.mask_block_idx.shape[-1], -(-T // 128)
-
-
-@pytest.mark.parametrize(("T", "block_size"), [(257, 256), (890, 256), (100, 512), (1024, 256)])
-def test_no_more_room_than_the_sequence_has_tiles(compiler: Worker, T: int, block_size: int) -> None:
-    """The last block may reach past the end: its tiles there are no entries, and attention refuses room for them."""
-    width, tiles = compiler.trace(widths_of_rows, T, block_size)
-    assert width == tiles
