@@ -95,15 +95,17 @@ def selected_attention(
     )
     q, k, v = autocast.cast(q, k, v)
     block_indices = lists_in_int32(block_indices)
+    starts = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call = Call(q, k, v, **starts, block_indices=block_indices, q_offset=q_offset)
+    static = dict(block_size=block_size, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic)
+    options = dict(backend=backend, return_lse=return_lse, validate=validate)
     if cp is not None:
-        static = dict(block_size=block_size, softmax_scale=softmax_scale, backend=backend) | flags
-        apart = cu_seqlens_k is not None or q_offset is not None
-        named = dict(q=q, k=k, v=v, block_indices=block_indices, cu_seqlens=cu_seqlens)
-        check_same_on_all_ranks(cp, (*checks, partial(check_list_shard, cp, **named, apart=apart)), **named, **static)
+        of_shard = partial(check_list_shard, call, cp, **static)
+        check_same_on_all_ranks(cp, (*checks, of_shard), **call.arguments(), **static, **options)
     for check in checks:
         check()
     if cp is not None:
-        return context_parallel.attend(selected_attention, cp, **named, **static)
+        return context_parallel.attend(selected_attention, cp, call, **static, **options)
     if cu_seqlens is None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
@@ -126,9 +128,7 @@ def selected_attention(
         q_tile = _tile_of(block_indices, of_q or q.shape[-3:-2], packed)
     config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
     static = dict(lengths=of_q, lengths_k=of_k, listed=True, bound=bound, branches=SELECTED_ALONE)
-    spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), **static)
-    starts = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-    call = Call(q, k, v, **starts, block_indices=block_indices, spec=spec)
+    call = call._replace(spec=CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), **static))
     check_lists(block_indices, q, k.shape[-2], call.num_lists if known else None, packed=packed)
     sequences = cu_seqlens.shape[0] - 1 if packed else q.shape[0]
     if q_offset is None or isinstance(q_offset, Tensor):

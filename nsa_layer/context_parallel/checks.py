@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nsa_layer.call import Call, CallSpec
+from nsa_layer.call import SELECTED_ALONE, Call, CallSpec
 from nsa_layer.checks import (
     check_inputs,
     check_lengths,
@@ -18,8 +19,9 @@ from nsa_layer.checks import (
     check_scale,
     check_starts,
     require_config,
+    starts_of_lengths,
 )
-from nsa_layer.config import WIDEST_TILE
+from nsa_layer.config import WIDEST_TILE, ListConfig, NSAConfig
 from nsa_layer.context_parallel.layout import ShardLayout, resized
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 from nsa_layer.operators.registration import dispatcher_sees
@@ -98,7 +100,14 @@ def check_same_on_all_ranks(
 
 
 def check_shard(
-    call: Call, cp: ContextParallel, *, read: bool = True, **options: Any
+    call: Call,
+    cp: ContextParallel,
+    *,
+    config: NSAConfig,
+    softmax_scale: float | None,
+    causal: bool,
+    max_seqlen: int | None = None,
+    read: bool = True,
 ) -> tuple[CallSpec, dict[str, ShardLayout]]:
     """Check a rank's arguments of `nsa` as shards of a whole call.
 
@@ -107,32 +116,29 @@ def check_shard(
 
     Returns:
         The whole call's static side, and layouts by kind: "tokens"; "blocks", if there are compressed keys; "tiles". Of
-        packed sequences that are not read there are no lengths, and the layout of tokens alone.
+        packed sequences that are not read there are no lengths, and no layouts that depend on them.
 
     Raises:
         TypeError, ValueError: an argument is bad, or the mode does not fit.
     """
-    config = options["config"]
-    (q, k, v), starts, packed = call[:3], call.cu_seqlens, call.cu_seqlens is not None
+    (q, k, v), starts, lists = call[:3], call.cu_seqlens, call.block_indices
+    packed = starts is not None
     check_qkv(q, k, v, packed=packed)
     cp.mode_of(k.shape[-2])
     require_config(config)
     layouts = {TOKENS: token_layout(q.shape[-3], cp)}
     if config.q_tile == 1:
         layouts[TILES] = layouts[TOKENS]
-    total, chunk = q.shape[-3] * cp.size, q.shape[-3] // len(cp.chunks)
     if packed and (torch.compiler.is_compiling() or not read):
-        listed, scale = call.block_indices is not None, check_scale(options["softmax_scale"], q.shape[-1])
-        return CallSpec(config, options["causal"], scale, listed=listed), layouts
-    lengths = (total,)
-    if packed:
-        check_starts(starts)
-        starts = starts.cpu()
-        lengths = whole_lengths(starts, q, cp)
+        if lists is not None:
+            check_lists(lists, q, k.shape[-2], [len(q)] if config.q_tile == 1 else None, packed=True)
+        return CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=lists is not None), layouts
+    lengths = whole_lengths(starts, q, cp) if packed else (layouts[TOKENS].total,)
+    cut = cp, lengths, layouts[TOKENS].counts[0]
     if call.k_cmp is not None or call.v_cmp is not None:
-        layouts[BLOCKS] = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
+        layouts[BLOCKS] = ShardLayout.of_blocks(*cut, config.span, config.stride)
     if config.q_tile > 1:
-        layouts[TILES] = ShardLayout.of_blocks(cp, lengths, chunk, 1, config.q_tile)
+        layouts[TILES] = ShardLayout.of_blocks(*cut, 1, config.q_tile)
 
     def whole(name: str, x: Tensor | None) -> Tensor | None:
         """A stand-in on no device for the tensor that the ranks hold together."""
@@ -150,37 +156,22 @@ def check_shard(
         return resized(x, layout.total)
 
     stand_ins = {name: whole(name, getattr(call, name)) for name in (*WEIGHTS, *KINDS)}
-    return check_inputs(call._replace(**stand_ins, cu_seqlens=starts), **options), layouts
+    stand_ins["cu_seqlens"] = starts_of_lengths(lengths) if packed else None
+    options = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
+    return check_inputs(call._replace(**stand_ins), **options), layouts
 
 
 def check_list_shard(
-    cp: ContextParallel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    apart: bool = False,
-    read: bool = True,
-) -> tuple[ShardLayout, int]:
-    """Check a rank's arguments of `selected_attention`; the layout of the lists, and the queries that share one.
-
-    Args:
-        apart: keys were given starts, or queries an offset.
-        read: the values of ``cu_seqlens``, which a graph does not.
-    """
-    packed = cu_seqlens is not None
-    check_qkv(q, k, v, packed=packed)
-    cp.mode_of(k.shape[-2])
-    local, tokens = q.shape[-3], token_layout(q.shape[-3], cp)
-    if apart:
+    call: Call, cp: ContextParallel, *, block_size: int, deterministic: bool, **options: Any
+) -> tuple[CallSpec, dict[str, ShardLayout]]:
+    """`check_shard` of `selected_attention`: the number of lists tells how many queries share one."""
+    q, shape, q_tile = call.q, getattr(call.block_indices, "shape", ()), 1
+    if call.q_offset is not None or call.cu_seqlens_k is not None:
         raise ValueError("cp: queries are those of all keys; cu_seqlens_k and q_offset must be None")
-    if packed and read and not torch.compiler.is_compiling():
-        whole_lengths(cu_seqlens, q, cp)
-    shape, chunk, q_tile = getattr(block_indices, "shape", ()), tokens.counts[0], 1
-    if len(shape) == q.dim() and shape[-3] != local:
+    if isinstance(q, Tensor) and 3 <= q.dim() == len(shape) and shape[-3] != (local := q.shape[-3]):
+        chunk = token_layout(local, cp).counts[0]
         tiles = (1 << i for i in range(1, min(WIDEST_TILE, chunk).bit_length()))
+        packed = call.cu_seqlens is not None
         fit = [tile for tile in tiles if not packed and not chunk % tile and local // tile == shape[-3]]
         if not fit:
             raise ValueError(
@@ -188,8 +179,9 @@ def check_list_shard(
                 f"of its chunks of {chunk}, got {shape[-3]} lists"
             )
         q_tile = fit[0]
-    check_lists(block_indices, q, k.shape[-2], [local // q_tile], packed=packed)
-    return ShardLayout(tuple(count // q_tile for count in tokens.counts), cp.size, cp.load_balance), q_tile
+    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
+    spec, layouts = check_shard(call, cp, config=config, **options)
+    return replace(spec, branches=SELECTED_ALONE), layouts
 
 
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:

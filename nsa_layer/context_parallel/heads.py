@@ -94,7 +94,7 @@ def attend(
         """Each step's part of a rank's heads, of a tensor of `count` heads in all."""
         return [size * count // cp.size // own for size in steps]
 
-    parts = [_split_heads(x, cp.size, sizes(x.shape[2])) for x in rows.values()]
+    parts = [_split_heads(x, sizes(x.shape[2])) for x in rows.values()]
     weights = {name: given[name] for name in WEIGHTS if given[name] is not None}
     weights = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
     start, finish = (None, WHOLE) if dispatcher_sees(q) else (START, FINISH)
@@ -182,42 +182,36 @@ def _exchange(
     return tuple(None if x is None else x.new_empty(0) for x in xs)
 
 
-def _split_heads(x: Tensor, ranks: int, sizes: list[int]) -> tuple[Tensor, ...]:
+def _split_heads(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """x [B, n, H, ...] by step, each [B, n, R, h, ...]."""
-    return _SplitHeads.apply(x, ranks, sizes) if len(sizes) > 1 else (x.unflatten(2, (ranks, -1)),)
+    return _BySteps.apply(sizes, x) if len(sizes) > 1 else (x.unflatten(2, (-1, sizes[0])),)
 
 
 def _join_heads(parts: Sequence[Tensor]) -> Tensor:
     """The inverse of `_split_heads`."""
-    return _JoinHeads.apply(*parts) if len(parts) > 1 else parts[0].flatten(2, 3)
+    if len(parts) == 1:
+        return parts[0].flatten(2, 3)
+    return _BySteps.apply([part.shape[3] for part in parts], *parts)[0]
 
 
-class _SplitHeads(torch.autograd.Function):
-    """Views; the gradient is copied by `copy`, which PyTorch's own derivative does not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, sizes: list[int]) -> tuple[Tensor, ...]:
-        return x.unflatten(2, (ranks, -1)).split(sizes, 3)
+class _BySteps(torch.autograd.Function):
+    """Heads by step, as views, or joined; gradients are copied by `copy`, which PyTorch's own derivatives do not."""
 
     @staticmethod
-    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor | None, ...]:
-        return _joined(parts), None, None
-
-
-class _JoinHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.sizes = [part.shape[3] for part in parts]
-        return _joined(parts)
+    def forward(ctx: Any, sizes: list[int], *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.sizes, ctx.joins = sizes, len(xs) > 1
+        return _by_steps(sizes, ctx.joins, xs)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, ...]:
-        return d.unflatten(2, (-1, sum(ctx.sizes))).split(ctx.sizes, 3)
+    def backward(ctx: Any, *ds: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_by_steps(ctx.sizes, not ctx.joins, ds)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    (B, n, R, _, *rest), sizes = parts[0].shape, [part.shape[3] for part in parts]
-    whole = parts[0].new_empty((B, n, R, sum(sizes), *rest))
-    for into, part in zip(whole.split(sizes, 3), parts, strict=True):
-        copy(into, part)
-    return whole.flatten(2, 3)
+def _by_steps(sizes: list[int], join: bool, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if not join:
+        return xs[0].unflatten(2, (-1, sum(sizes))).split(sizes, 3)
+    B, n, R, _, *rest = xs[0].shape
+    whole = xs[0].new_empty((B, n, R, sum(sizes), *rest))
+    for into, x in zip(whole.split(sizes, 3), xs, strict=True):
+        copy(into, x)
+    return (whole.flatten(2, 3),)

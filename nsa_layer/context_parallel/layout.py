@@ -5,10 +5,10 @@ Tokens, compressed blocks and query tiles all have rows. A block or tile belongs
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -46,8 +46,8 @@ class ShardLayout(NamedTuple):
     @classmethod
     def of_blocks(cls, cp: ContextParallel, lengths: Sequence[int], chunk: int, span: int, stride: int) -> ShardLayout:
         """Layout of the complete blocks of sequences that are cut into chunks of `chunk` tokens."""
-        ranges = block_ranges(tuple(lengths), chunk, span, stride)
-        return cls(tuple(blocks for *_, blocks in ranges), cp.size, cp.load_balance)
+        counts = tuple(count for *_, count in block_ranges(lengths, chunk, span, stride))
+        return cls(counts, cp.size, cp.load_balance)
 
     @property
     def total(self) -> int:
@@ -85,7 +85,7 @@ class ShardLayout(NamedTuple):
                         yield reader, i, slice(start - rows.start, stop - rows.start), holder, local
 
 
-def block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -> tuple[BlockRange, ...]:
+def block_ranges(lengths: Sequence[int], chunk: int, span: int, stride: int) -> list[BlockRange]:
     """For each chunk the tokens of the blocks that start in it, which may reach into the next chunks.
 
     Args:
@@ -94,32 +94,22 @@ def block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -
         span, stride: of blocks.
 
     Returns:
-        (tokens; how many of each sequence; number of blocks). The last sequence ends with its last block.
+        (tokens; how many of each sequence; number of blocks).
     """
-    # A compiler ignores caches, and warns of it.
-    function = _block_ranges.__wrapped__ if torch.compiler.is_compiling() else _block_ranges
-    return function(lengths, chunk, span, stride)
-
-
-@lru_cache(maxsize=256)
-def _block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -> tuple[BlockRange, ...]:
-    ranges, starts, sequence = [], (0, *accumulate(lengths)), 0
+    ranges, starts, first = [], (0, *accumulate(lengths)), 0
     for begin in range(0, starts[-1], chunk):
-        end, first, blocks, tokens = begin + chunk, None, 0, []
-        while starts[sequence + 1] <= begin:
-            sequence += 1
-        for s in range(sequence, len(lengths)):
-            start, stop = starts[s], starts[s + 1]
-            if start >= end:
+        blocks, tokens = [], []
+        while starts[first + 1] <= begin:
+            first += 1
+        for start, stop in pairwise(starts[first:]):
+            if start >= begin + chunk:
                 break
-            block = start + -(-max(0, begin - start) // stride) * stride  # the first one that can start here
-            count = max(0, min((stop - span - block) // stride + 1, -(-(end - block) // stride)))
-            first = min(block, stop) if first is None else first
-            last = block + (count - 1) * stride + span if stop > end and count else min(end, stop)
-            tokens.append(max(0, last - max(first, block)))
-            blocks += count
-        ranges.append((slice(first, first + sum(tokens)), tuple(tokens), blocks))
-    return tuple(ranges)
+            blocks.append(min(stop, start + -(-max(0, begin - start) // stride) * stride))
+            # Up to the token before the last one of a block that starts in the next chunk.
+            tokens.append(max(0, min(stop, begin + chunk + span - 1) - blocks[-1]))
+        count = sum(max(0, (n - span) // stride + 1) for n in tokens)
+        ranges.append((slice(blocks[0], blocks[0] + sum(tokens)), tuple(tokens), count))
+    return ranges
 
 
 class QueryShard(NamedTuple):
@@ -145,7 +135,7 @@ class QueryShard(NamedTuple):
             ends: of all sequences.
             cut: leave out keys behind the last query: no query attends to them, and no list names them.
         """
-        end, before = begin + queries.stop - queries.start, len([end for end in ends if end <= begin])
+        end, before = begin + queries.stop - queries.start, bisect_right(ends, begin)
         first_key = last_key = token = ends[before - 1] if before else 0
         lengths = []
         for sequence_end in ends[before:]:
