@@ -7,18 +7,20 @@ rows of all, n]; "stacked" [H, L], upstream's; "ragged" [L], with a start for ev
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fuzz.blocks import Table, each_tensor, lists_of_rows, pattern_table, rows_of
-from fuzz.case import Attention
-from fuzz.kinds import passes_by_capacity, two_passes
+from fuzz.case import Attention, Blocks
 
 EVERY = slice(None)
 Tables = list[tuple[Table, Table]]  # of each sequence, bool [heads, M, N]: listed, and full
@@ -92,6 +94,19 @@ def sides(case: Attention) -> tuple[Any, Any]:
     return lists_of(case, tables(case), False), lists_of(case, tables(case), True)
 
 
+def both_directions(case: Blocks) -> tuple[Any, Any]:
+    """Forward lists, and backward lists of the same blocks."""
+    heads = case.H if case.repeat else -1
+    forward, backward = (each_tensor(lists, lambda t: t.expand(-1, heads, *t.shape[2:])) for lists in sides(case.call))
+    return forward, backward
+
+
+def block_tables(case: Blocks) -> tuple[Table, Table]:
+    """Listed blocks, and those of them that are full."""
+    listed, full = (torch.stack(kind).expand(-1, case.H, -1, -1) for kind in zip(*tables(case.call)))
+    return listed, full
+
+
 def on_gpu(lists: Any) -> Any:
     return each_tensor(lists, on_device)
 
@@ -163,9 +178,31 @@ def _planned(case: Attention, lists: Any) -> Any:
 
 
 def in_two_passes(case: Attention) -> bool:
-    """`two_passes` of a case, where it depends on how wide its lists are too."""
-    if not passes_by_capacity(case):
-        return two_passes(case)
-    from flash_attn.cute.fwd_sm90.persistence import capacity
+    """True if SM90 backward takes two passes over the case's lists."""
+    from flash_attn.cute.bwd_sm90 import two_pass
 
-    return two_passes(case, capacity(forward_lists(case, device="cpu")))
+    if case.lists is None or case.compress is not None:
+        return False
+    q, v = (
+        torch.empty(1, 1, heads, D, dtype=getattr(torch, case.dtype), device="meta")
+        for heads, D in ((case.Hq, case.D), (case.Hkv, case.Dv or case.D))
+    )
+    forward, backward = sides(case)
+    options = dict(arch=90, q=q, v=v, deterministic=case.deterministic)
+    with patch.dict(os.environ, FLASH_ATTENTION_NUM_SMS="132"):
+        return two_pass.takes(case.passes, forward=forward, backward=backward, **options)
+
+
+@lru_cache(maxsize=None)
+def two_passes(kind: Attention, blocks: int = 9) -> bool:
+    """`in_two_passes` of a kind of kernels, for rows of forward lists of this capacity: 9 blocks are many."""
+    if kind.lists is None:
+        return False
+    T_k = blocks * kind.block[1]
+    sizes = dict(packed=((128, T_k),)) if kind.packed else dict(T_k=T_k)
+    return in_two_passes(replace(kind, **sizes, pattern="full", full=1.0, spare=0))
+
+
+def passes_by_capacity(kind: Attention) -> bool:
+    """True if the capacity of forward lists decides: few blocks take two passes, more take one."""
+    return two_passes(kind, 1) != two_passes(kind)

@@ -46,19 +46,6 @@ def pattern_table(name: str, M: int, N: int, density: float, draw: random.Random
     return rules[name]().expand(M, N)
 
 
-def tables(case: Blocks) -> tuple[Table, Table]:
-    """Listed blocks, and those of them that are full."""
-    draw = random.Random(case.seed)
-    heads = 1 if case.repeat else case.H
-    listed = [
-        [pattern_table(case.pattern, case.M, case.N, case.density, draw) for _ in range(heads)] for _ in range(case.B)
-    ]
-    listed = torch.stack([torch.stack(own) for own in listed])
-    generator = torch.Generator().manual_seed(case.seed)
-    full = listed & (torch.rand(listed.shape, generator=generator) < (case.full or 0.0))
-    return tuple(t.expand(case.B, case.H, case.M, case.N) for t in (listed, full))
-
-
 def tiles_of(visible: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The blocks [..., M, N] in which a mask [..., queries, keys] lets something through, and everything."""
     T_q, T_k = visible.shape[-2:]
@@ -67,42 +54,6 @@ def tiles_of(visible: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
     padded[..., T_q:, :] = padded[..., T_q - 1 : T_q, :]
     blocks = padded.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
     return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
-
-
-def lists_of(listed: Table, full: Table | None, draw: random.Random, *, shuffle: bool = False, spare: int = 0) -> Any:
-    """Lists of a table's rows, mask and full; what no one may read holds POISON."""
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    kinds = [listed] if full is None else [listed & ~full, listed & full]
-    tensors: list[torch.Tensor | None] = []
-    for kind in kinds:
-        B, H, rows, _ = kind.shape
-        width = max(1, int(kind.sum(-1).max()) if kind.numel() else 0) + spare
-        cnt = kind.sum(-1, dtype=torch.int32)
-        idx = torch.full((B, H, rows, width), POISON, dtype=torch.int32)
-        for b, h, m in product(range(B), range(H), range(rows)):
-            row = kind[b, h, m].nonzero().flatten().tolist()
-            if shuffle:
-                draw.shuffle(row)
-            idx[b, h, m, : len(row)] = torch.tensor(row, dtype=torch.int32)
-        tensors += [cnt, idx]
-    return BlockSparseTensorsTorch(*tensors, block_size=(128, 128))
-
-
-def both_directions(case: Blocks) -> tuple[Any, Any]:
-    """Forward lists, and backward lists of the same blocks."""
-    listed, full = tables(case)
-    heads = slice(0, 1) if case.repeat else slice(None)
-    draw = random.Random(case.seed + 1)
-    sides = []
-    for turned in (False, True):
-        own = [t[:, heads].mT if turned else t[:, heads] for t in (listed, full)]
-        own = own if case.full is not None else [own[0], None]
-        lists = lists_of(*own, draw, shuffle=case.shuffle, spare=case.spare)
-        if case.repeat:
-            lists = each_tensor(lists, lambda t: t.expand(-1, case.H, *t.shape[2:]))
-        sides.append(lists)
-    return sides[0], sides[1]
 
 
 def each_tensor(lists: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

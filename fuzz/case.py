@@ -59,6 +59,20 @@ class Blocks(Pasteable):
     fault: str = ""
     seed: int = 0
 
+    @property
+    def call(self) -> Attention:
+        """A call of attention that has these lists."""
+        names = ("B", "pattern", "density", "shuffle", "spare", "seed")
+        return Attention(
+            T_q=128 * self.M,
+            T_k=128 * self.N,
+            block=(128, 128),
+            lists="no full" if self.full is None else "both",
+            full=self.full or 0.0,
+            list_heads=1 if self.repeat else self.H,
+            **{name: getattr(self, name) for name in names},
+        )
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Edge(Pasteable):
@@ -151,15 +165,8 @@ class Prompt(Pasteable):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Words(Pasteable):
-    """Arguments of a command, FOLDER being one of its own."""
-
-    text: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Fields(Pasteable):
-    """Arguments of NSAConfig, or what is given in place of a dictionary of them; good or bad."""
+    """Arguments of NSAConfig or of a command, or what is given in place of a dictionary of them; good or bad."""
 
     values: Any = field(default_factory=dict)
 

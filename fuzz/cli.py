@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fuzz",
         description=__doc__,
         epilog="Commands of their own, each with --help: soak, training steps of changing shapes and the memory they "
-        "take; sanitize, chosen kernels under compute-sanitizer.",
+        "take; sanitize, chosen kernels for compute-sanitizer to look at.",
     )
     parser.add_argument("--minutes", type=float, help=f"how long ({MINUTES:g}; of a mutation, what its table says)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
@@ -101,12 +101,9 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 
 def _report(tally: Tally, options: argparse.Namespace) -> None:
-    """Examples of each property, how often the drawn cases had what, and the failures."""
-    rows = []
-    for name, outcome in sorted(tally.outcomes.items()):
-        shown = ", ".join(f"{feature} {count}" for feature, count in outcome.features.most_common())
-        rows.append([name, outcome.examples, f"{outcome.seconds:.1f}", shown])
-    print(markdown(["property", "examples", "s", "of which"], rows))
+    """Print the examples of each property, and the failures, which are written too."""
+    rows = [[name, outcome.examples, f"{outcome.seconds:.1f}"] for name, outcome in sorted(tally.outcomes.items())]
+    print(markdown(["property", "examples", "s"], rows))
     more = f" --mutate {options.mutate!r}" if options.mutate else ""
     for failure in tally.failures.values():
         path = write_failure(failure, options.folder / ("planted" if options.mutate else "failures"), more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,54 +29,50 @@ BIG = 1 << 15
 def spoil(fault: str, forward: Any, backward: Any, seed: int) -> tuple[Any, Any] | None:
     """The lists with one fault in them, or None where these lists have no place for it. The arguments stay whole."""
     draw = random.Random(seed)
-    sides = [_copy(forward), _copy(backward)]
-    at = {"entry lost in forward": 0, "entry lost in backward": 1, "another block in backward": 1}.get(fault)
-    at = draw.randrange(2) if at is None else at
-    return tuple(sides) if _spoil(fault, sides, at, draw) else None
+    # Without repeated strides, so that one place can be written.
+    copied = partial(torch.clone, memory_format=torch.contiguous_format)
+    sides = [each_tensor(lists, copied) for lists in (forward, backward)]
+    at = 0 if "forward" in fault else 1 if "backward" in fault or "lock" in fault else draw.randrange(2)
+    sides[at] = _spoilt(fault, sides[at], draw)
+    return None if sides[at] is None else tuple(sides)
 
 
-def _spoil(fault: str, sides: list, at: int, draw: random.Random) -> bool:
-    lists = sides[at]
-    if fault in ("lock off by one", "locks swapped"):
-        return _spoil_locks(fault, sides[1], draw)
-    if fault in ("starts shifted", "starts cut"):
-        return _spoil_starts(fault, sides, at)
-    changes = {
-        "int64": lambda: dict(mask_block_idx=lists.mask_block_idx.long()),
-        "a row short": lambda: dict(
-            mask_block_cnt=lists.mask_block_cnt[..., 1:], mask_block_idx=lists.mask_block_idx[..., 1:, :]
-        ),
-        "no block size": lambda: dict(block_size=None),
-    }
-    if fault in changes:
-        sides[at] = lists._replace(**changes[fault]())
-        return True
+def _spoilt(fault: str, lists: Any, draw: random.Random) -> Any:
+    if "lock" in fault:
+        return _with_wrong_locks(fault, lists, draw)
+    if fault.startswith("starts"):
+        name = "cu_total_n_blocks" if lists.cu_total_m_blocks is None else "cu_total_m_blocks"
+        starts = getattr(lists, name)
+        spoilt = {"starts cut": lambda: starts[:-1], "starts shifted": lambda: starts + BIG}
+        return None if starts is None else lists._replace(**{name: spoilt[fault]()})
+    if fault == "int64":
+        return lists._replace(mask_block_idx=lists.mask_block_idx.long())
+    if fault == "a row short":
+        cnt, idx = lists.mask_block_cnt[..., 1:], lists.mask_block_idx[..., 1:, :]
+        return lists._replace(mask_block_cnt=cnt, mask_block_idx=idx)
+    if fault == "no block size":
+        return lists._replace(block_size=None)
     kind = draw.choice([k for k in ("mask", "full") if getattr(lists, f"{k}_block_cnt") is not None])
-    cnt = getattr(lists, f"{kind}_block_cnt")
-    if fault.startswith("count") and cnt.numel():
-        cnt.view(-1)[draw.randrange(cnt.numel())] = BIG if fault == "count too large" else -1 - draw.randrange(3)
-        return True
-    return _spoil_entry(fault, lists, kind, draw)
-
-
-def _spoil_entry(fault: str, lists: Any, kind: str, draw: random.Random) -> bool:
-    cnt = getattr(lists, f"{kind}_block_cnt")
-    used = cnt.flatten().nonzero().flatten().tolist()
-    row = draw.choice(used) if used else 0
-    count = int(cnt.view(-1)[row]) if used else 0
-    entries = _row(lists, kind, row, count) if used else None
-    if entries is None or fault == "listed twice" and count < 2:
-        return False
-    place = draw.randrange(count)
+    cnt = getattr(lists, f"{kind}_block_cnt").view(-1)
+    rows = range(len(cnt)) if fault.startswith("count") else cnt.nonzero().flatten().tolist()
+    if not rows:
+        return None
+    row = draw.choice(rows)
+    if fault.startswith("count"):
+        cnt[row] = BIG if fault == "count too large" else -1 - draw.randrange(3)
+        return lists
+    entries = _row(lists, kind, row, int(cnt[row]))
+    if entries is None or fault == "listed twice" and len(entries) < 2:
+        return None
     if fault.startswith("entry lost"):
-        cnt.view(-1)[row] -= 1
+        cnt[row] -= 1
     elif fault == "listed twice":
         entries[0] = int(entries[-1])
-    elif fault == "another block in backward":
-        entries[place] = min(set(range(int(entries.max()) + 2)) - set(entries.tolist()))
     else:
-        entries[place] = BIG if fault == "index past the end" else -1
-    return True
+        unlisted = min({*range(int(entries.max()) + 2)} - {*entries.tolist()})
+        wrong = {"index past the end": BIG, "index negative": -1, "another block in backward": unlisted}
+        entries[draw.randrange(len(entries))] = wrong[fault]
+    return lists
 
 
 def _row(lists: Any, kind: str, row: int, count: int) -> torch.Tensor | None:
@@ -85,42 +82,28 @@ def _row(lists: Any, kind: str, row: int, count: int) -> torch.Tensor | None:
         return idx.view(-1, idx.shape[-1])[row, :count]
     if idx.ndim == 1:
         starts = lists.cu_full_block_idx_offsets if kind == "full" else lists.cu_block_idx_offsets
-        start = int(starts.flatten()[row])
-        return idx[start : start + count]
+        return idx[int(starts.flatten()[row]) :][:count]
     return None
 
 
-def _spoil_locks(fault: str, lists: Any, draw: random.Random) -> bool:
-    orders = [t for t in (lists.dq_write_order, lists.dq_write_order_full) if t is not None]
-    entries_used = []
-    for order, cnt in zip(orders, (lists.mask_block_cnt, lists.full_block_cnt), strict=False):
-        used = torch.arange(order.shape[-1]) < cnt.unsqueeze(-1)
-        entries_used += [(order, int(at)) for at in used.flatten().nonzero()]
-    if not entries_used:
-        return False
-    order, at = draw.choice(entries_used)
-    value = int(order.view(-1)[at])
+def _with_wrong_locks(fault: str, lists: Any, draw: random.Random) -> Any:
+    pairs = ((lists.dq_write_order, lists.mask_block_cnt), (lists.dq_write_order_full, lists.full_block_cnt))
+    used = [
+        (order.view(-1), int(at))
+        for order, cnt in pairs
+        if order is not None
+        for at in (torch.arange(order.shape[-1]) < cnt.unsqueeze(-1)).flatten().nonzero()
+    ]
+    if not used:
+        return None
+    order, at = draw.choice(used)
+    value = int(order[at])
     if fault == "lock off by one":
-        order.view(-1)[at] = value + 1
-        return True
-    others = [(o, a) for o, a in entries_used if int(o.view(-1)[a]) != value]
+        order[at] = value + 1
+        return lists
+    others = [(other, there) for other, there in used if int(other[there]) != value]
     if not others:
-        return False
+        return None
     other, there = draw.choice(others)
-    order.view(-1)[at], other.view(-1)[there] = int(other.view(-1)[there]), value
-    return True
-
-
-def _spoil_starts(fault: str, sides: list, at: int) -> bool:
-    name = ("cu_total_m_blocks", "cu_total_n_blocks")[at]
-    starts = getattr(sides[at], name)
-    if starts is None:
-        return False
-    spoilt = starts[:-1] if fault == "starts cut" else starts + BIG
-    sides[at] = sides[at]._replace(**{name: spoilt})
-    return True
-
-
-def _copy(lists: Any) -> Any:
-    """Without repeated strides, so that one place can be written."""
-    return each_tensor(lists, lambda t: t.clone(memory_format=torch.contiguous_format))
+    order[at], other[there] = int(other[there]), value
+    return lists

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fuzz.kinds import two_passes
+from fuzz.attention_lists import two_passes
 from fuzz.mutations import fault, faults, given, instead, result
 from fuzz.prop import GPU
 
 ON_A_GPU = dict(needs=GPU, seconds=120.0)
-IS_ITS, BY_TOKEN, UNIONS = "attention.is", "layer.lists by token", "nsa_layer.kernels.union_lists.unions:union_lists"
+IS_ITS, OF_LAYER = "attention.is", "layer.is its definition, kernels"
+UNIONS = "nsa_layer.kernels.union_lists.unions:union_lists"
 
 faults(
     ("kernel: no tail mask", "flash_attn.cute.mask:AttentionMask.apply_mask", IS_ITS,
@@ -22,7 +23,7 @@ faults(
     ("kernel: loads past the end", "flash_attn.cute.runtime.bounded_loads:bounded", "relations.neighbours",
      "On Hopper, tiles of a packed sequence hold rows of the next one.",
      instead(lambda original, tensor, cu_seqlens, dim=0: tensor), ON_A_GPU | dict(shows=lambda kind: kind.packed)),
-    ("kernel: union without its last block", UNIONS, BY_TOKEN, "Unions of two or more blocks lack the last one.",
+    ("kernel: union without its last block", UNIONS, OF_LAYER, "Unions of two or more blocks lack the last one.",
      result(lambda unions: unions._replace(counts=unions.counts - (unions.counts > 1).int())), ON_A_GPU),
 )  # fmt: skip
 
@@ -77,7 +78,7 @@ def _never_its_turn(original: Callable, *args: Any, **more: Any) -> Any:
     return lists._replace(**{name: getattr(lists, name) + 1 for name in names}) if names else lists
 
 
-@fault("kernel: bit of a token", UNIONS, BY_TOKEN, **ON_A_GPU)
+@fault("kernel: bit of a token", UNIONS, OF_LAYER, **ON_A_GPU)
 @result
 def _token_bit(unions: Any) -> Any:
     """In each tile the first block of the union is listed by its first token where it was not, and not where it was."""
@@ -86,7 +87,7 @@ def _token_bit(unions: Any) -> Any:
     return unions._replace(bits=bits)
 
 
-@fault("kernel: pair lost", "nsa_layer.kernels.union_lists.key_csr:pairs_by_block", BY_TOKEN, **ON_A_GPU)
+@fault("kernel: pair lost", "nsa_layer.kernels.union_lists.key_csr:pairs_by_block", OF_LAYER, **ON_A_GPU)
 @result
 def _lost_pair(pairs: Any) -> Any:
     """The last token that lists a block adds nothing to its gradients, if there are others."""

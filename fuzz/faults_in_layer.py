@@ -95,7 +95,7 @@ faults(
      "Cached tokens cut the graph without an error.", instead(lambda original, call, o, lses: (o, lses))),
     ("blocks of any length", "nsa_layer.config:NSAConfig.__post_init__", "options.good",
      "Blocks may be as long as positions go.", without("tokens, got")),
-    ("no dictionary taken", "nsa_layer.config:NSAConfig.from_dict", "dictionaries",
+    ("no dictionary taken", "nsa_layer.config:NSAConfig.from_dict", "options.good",
      "`from_dict` reads what is no dictionary as one without fields.",
      given(values=lambda values: values if isinstance(values, dict) and 1 not in values else {})),
     ("option not read", "nsa_tools.commands.options:CommandParser.refuse_unread", "commands",

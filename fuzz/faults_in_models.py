@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from fuzz.mutations import Change, always, fault, faults, given, instead
+from fuzz.mutations import Change, always, fault, faults, given, instead, result
 
 HF = "nsa_layer.integrations.hf"
 PACKING, MODELS, ATTENTION, CACHE = f"{HF}.packing", f"{HF}.models", f"{HF}.attention", f"{HF}.cache:NSACacheLayer"
@@ -65,6 +65,12 @@ faults(
      "A cache goes on with the options that it was filled with.",
      instead(lambda original, layer, *args, config, **more: original(
          layer, *args, config=config if layer.cache is None else layer.cache.config, **more))),
+    ("no gradient of padding alone", f"{ATTENTION}:_attend", "models.padding alone",
+     "A batch without tokens is not connected to any parameter.", result(lambda o: o if len(o) else o.detach())),
+    ("padding counted in front", f"{ATTENTION}:_attend_to_cached", "models.padding anywhere",
+     "All padding among cached tokens counts as if it stood in front of them.",
+     given(packing=lambda packing: packing if packing.is_token is None else replace(
+         packing, is_token=packing.is_token.int().sort(dim=1).values.bool()))),
     ("lists ignored", ATTEND, "models.lists", "Lists that a model gives are ignored: blocks are selected anew.",
      instead(lambda original, *args, block_indices=None, **options: original(*args, **options))),
     ("unsupported not looked for", "nsa_layer.support:missing_feature", "models.backend",
@@ -108,7 +114,7 @@ def _later(original: Callable, module: Any, *args: Any, **more: Any) -> Any:
     return original(module, *args, **more)
 
 
-@fault("parametrized ignored", f"{MODELS}:nsa_attention_forward", "models.parametrized")
+@fault("parametrized ignored", f"{MODELS}:nsa_attention_forward", "models.replaced")
 @instead
 def _parametrized(original: Callable, layer: Any, *args: Any, nsa_options: dict, **more: Any) -> Any:
     """Of gates and matrices only those that are parameters of the module itself are used."""
@@ -123,14 +129,6 @@ def _not_a_number(original: Callable, packing: Any, x: torch.Tensor) -> torch.Te
     """Columns without a token have the softmax of nothing."""
     is_token = original(packing, torch.ones_like(x)) > 0
     return original(packing, x).masked_fill(~is_token, float("nan"))
-
-
-@fault("no gradient of padding alone", f"{ATTENTION}:_attend", "models.padding alone")
-@instead
-def _no_gradient(original: Callable, q: Any, *args: Any, **options: Any) -> Any:
-    """A batch without tokens is not connected to any parameter."""
-    o = original(q, *args, **options)
-    return o if len(q) else o.detach()
 
 
 @fault("ended turn kept", f"{PACKING}:BatchPacking.kept", "models.padding anywhere")
@@ -152,15 +150,6 @@ def _refused(original: Callable, packing: Any, before: Any, columns: int) -> tup
     return original(packing, before, columns)
 
 
-@fault("padding counted in front", f"{ATTENTION}:_attend_to_cached", "models.padding anywhere")
-@instead
-def _in_front(original: Callable, q: Any, k: Any, v: Any, packing: Any, **options: Any) -> Any:
-    """All padding among cached tokens counts as if it stood in front of them."""
-    if packing.is_token is not None:
-        packing = replace(packing, is_token=packing.is_token.int().sort(dim=1).values.bool())
-    return original(q, k, v, packing, **options)
-
-
 @fault("cache of another batch", f"{CACHE}.attend", "models.caches")
 @instead
 def _another_batch(original: Callable, layer: Any, *args: Any, gates: Any = None, **more: Any) -> Any:
@@ -180,7 +169,7 @@ def _fewer_layers(original: Callable, layer: Any, *args: Any, **more: Any) -> An
         return original(layer, *args, **more)
 
 
-@fault("projection's weight asked for", LAYER, "models.projections")
+@fault("projection's weight asked for", LAYER, "models.replaced")
 @instead
 def _weight(original: Callable, layer: Any, x: torch.Tensor, *args: Any, **more: Any) -> Any:
     """A layer asks its projections' weights for their dtype."""

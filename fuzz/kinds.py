@@ -5,7 +5,6 @@ Each is a case whose data are drawn: lengths, a window's sides, factor and offse
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from fuzz.case import Attention
@@ -90,42 +89,6 @@ ALL = (
     packed("compact", list_heads=4, block_k=64, deterministic=True, **COMPRESSED),
     listed(D=96, block_k=64, **WINDOW),
 )
-
-
-FEW = 8  # blocks that the capacity of a row of forward lists, up to which two passes are the default
-
-
-def two_passes(case: Attention, capacity: float = math.inf) -> bool:
-    """True if backward takes two passes on SM90: where it is asked to, or as the documentation says.
-
-    capacity: of a row of forward lists, where it holds as many blocks in every row.
-    """
-    if case.lists is None or case.passes is not None:
-        return case.lists is not None and case.passes == 2
-    block_q, block_k = case.block
-    few = case.form in ("padded", "compact", "shared") and capacity <= FEW
-    pays = case.deterministic or block_k == 64 or few
-    heads = case.D in (64, 96, 128) and case.Dv in (None, case.D)
-    return pays and heads and block_q % 128 == 0 and block_k in (64, 128) and case.compress is None
-
-
-def passes_by_capacity(case: Attention) -> bool:
-    """True if the capacity of forward lists decides: few blocks take two passes, more take one."""
-    return two_passes(case, FEW) != two_passes(case)
-
-
-def heads_of_a_cta(case: Attention, sms: int = 132) -> int:
-    """Query heads that a CTA of SM90 backward loops over, on a GPU of so many multiprocessors."""
-    if case.lists is not None or case.mask != "window" or case.D > 128 or fork_status().kind == "stock":
-        return 1
-    from flash_attn.cute.bwd_sm90.two_pass import window_heads_per_cta
-
-    T_q, T_k = (tuple(pair[side] for pair in case.lengths) for side in (0, 1))
-    return window_heads_per_cta(
-        case.window, (sum(T_q), sum(T_k)) if case.packed else (T_q[0], T_k[0]),
-        batch=1 if case.packed else len(case.lengths), heads=(case.Hq, case.Hkv),
-        tile=(128 if case.D <= 64 else 64, 128), sms=sms,
-    )  # fmt: skip
 
 
 def in_stock(case: Attention | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -125,41 +125,24 @@ def assert_close(
     )
 
 
-def assert_results(
-    got: Tensors,
-    exact: Tensors,
-    rough: Tensors,
-    seen: Callable[[int], torch.Tensor],
-    split: Callable[[torch.Tensor, bool], Sequence[torch.Tensor]],
-    rounding: Callable[[str], float] = lambda name: 0.0,
-    **limits: float,
-) -> None:
-    """Output, log-sum-exp and gradients are those of the definition; what is hidden is exactly nothing.
-
-    seen: pairs of a sequence, bool [heads, queries, keys]. split: a tensor of queries, or keys, into sequences.
-    """
-    lse, true = got["lse"], exact["lse"]
-    assert lse.isneginf().equal(true.isneginf()), "log-sum-exp: -inf in the wrong rows"
-    some = ~true.isneginf()
-    torch.testing.assert_close(lse[some].double(), true[some], rtol=1e-3, atol=2e-3, msg=lambda said: f"lse: {said}")
-    for name in exact.keys() - {"lse"}:
-        assert_close(name, got[name], exact[name], rough[name], rounding=rounding(name), **limits)
-    parts = [split(got[name], name in ("dk", "dv")) for name in RESULTS]
-    for b, of_sequence in enumerate(zip(*parts, strict=True)):
-        shown = seen(b)
-        blind, unseen = ~shown.any(0).any(1), ~shown.any(0).any(0)
-        for name, part in zip(RESULTS, of_sequence, strict=True):
-            hidden = part[unseen if name in ("dk", "dv") else blind]
-            assert not hidden.any(), f"{name} of sequence {b} is not 0 where nothing is visible"
-
-
 def assert_right(
     case: Attention, x: Inputs, got: Tensors, rounding: Callable[[str], float] = lambda name: 0.0, floor: float = 1e-4
 ) -> None:
-    """`assert_results` of a case."""
+    """Output, log-sum-exp and gradients are those of the definition; what is hidden is exactly nothing."""
     exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
-    seen, split = partial(visible, case, x=x), partial(sequences, case)
+    lse, true = got["lse"], exact["lse"]
     try:
-        assert_results(got, exact, rough, seen, split, rounding=rounding, floor=floor)
+        assert lse.isneginf().equal(true.isneginf()), "log-sum-exp: -inf in the wrong rows"
+        some = ~true.isneginf()
+        torch.testing.assert_close(lse[some].double(), true[some], rtol=1e-3, atol=2e-3, msg="lse: {}".format)
+        for name in exact.keys() - {"lse"}:
+            assert_close(name, got[name], exact[name], rough[name], rounding(name), floor)
+        parts = [sequences(case, got[name], name in ("dk", "dv")) for name in RESULTS]
+        for b, of_sequence in enumerate(zip(*parts, strict=True)):
+            shown = visible(case, b, x)
+            blind, unseen = ~shown.any(0).any(1), ~shown.any(0).any(0)
+            for name, part in zip(RESULTS, of_sequence, strict=True):
+                hidden = part[unseen if name in ("dk", "dv") else blind]
+                assert not hidden.any(), f"{name} of sequence {b} is not 0 where nothing is visible"
     except AssertionError as error:
         raise AssertionError(f"{case!r}: {error}") from None

@@ -53,7 +53,6 @@ class Tally:
     def add(self, unit: Unit, new: Outcome) -> None:
         outcome = self.outcomes[unit[0]]
         outcome.examples, outcome.seconds = outcome.examples + new.examples, outcome.seconds + new.seconds
-        outcome.features.update(new.features)
         if new.failure is not None:
             self.failures[unit] = new.failure
 

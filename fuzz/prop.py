@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from hypothesis.strategies import SearchStrategy
@@ -13,9 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from fuzz.case import Attention
 from nsa_layer.fork import fork_status
 
-MODULES = ("lists", "packed", "token_lists", "schedule", "masks", "layer", "options", "kernels", "relations")
-MODULES += ("compiling", "faults", "caches", "commands", "models", "conversion", "ranks")
-STOCK_MODULES = ("kernels", "relations")  # the others ask for modules of the fork
+STOCK_MODULES = ("kernels",)  # the others ask for modules of the fork
 GPU, SM90, SM100 = "gpu", "sm_90", "sm_100"  # what a property may need; the latter two compile without a GPU
 
 
@@ -67,7 +66,8 @@ def holds(name: str, cases: Callable[..., SearchStrategy], **options: Any) -> Ca
 def properties() -> dict[str, Property]:
     """All of them, by name; where the unpatched package is installed, those that it has to satisfy."""
     stock = fork_status().kind == "stock"
-    for module in STOCK_MODULES if stock else MODULES:
+    every = sorted(file.stem for file in Path(__file__).with_name("properties").glob("[!_]*.py"))
+    for module in STOCK_MODULES if stock else every:
         import_module(f"fuzz.properties.{module}")
     return {name: prop for name, prop in _all.items() if prop.stock or not stock}
 

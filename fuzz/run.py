@@ -9,9 +9,8 @@ import math
 import re
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
@@ -19,7 +18,6 @@ import torch
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from fuzz import case as cases
-from fuzz.features import features
 from fuzz.prop import Property, Skip
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case
@@ -70,7 +68,6 @@ class Outcome:
 
     examples: int = 0
     seconds: float = 0.0
-    features: Counter = field(default_factory=Counter)
     failure: Failure | None = None
 
 
@@ -104,7 +101,6 @@ def run_property(
         if outcome.failure is None:
             end = min(end, time.monotonic() + budget.seconds)
             outcome.examples += 1
-            outcome.features.update(features(case))
 
     test = hypothesis.given(prop.strategy(kind))(check)
     if budget.seed is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
@@ -24,7 +23,6 @@ def config_of(case: Served) -> NSAConfig:
     return NSAConfig(block_size=8, compress_size=8, compress_stride=case.stride, block_counts=3, window_size=6)
 
 
-@dataclass
 class Calls:
     """The calls of a case, in fp64, on caches that were full of NaN.
 
@@ -34,13 +32,9 @@ class Calls:
         kept: arguments that stay: caches, tables.
     """
 
-    case: Served
-    tokens: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        case, generator = self.case, torch.Generator().manual_seed(self.case.seed)
+    def __init__(self, case: Served) -> None:
+        self.case, self.tokens, self.kept = case, [], {}
+        generator = torch.Generator().manual_seed(case.seed)
         B, prefix, pages = len(case.counts[0]), case.shared * PAGE, ROOM // PAGE
         for b in range(B):
             own = {

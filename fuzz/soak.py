@@ -2,7 +2,7 @@
 
 After a warm-up, host and GPU memory may grow by less than 1 MiB a minute, and no parameter or loss may become NaN.
 Steps of every kind come first, so that kernels are compiled early. Exit codes: 0 all of it held; 1 some did not; 2 too
-few steps ran to say, or it was interrupted.
+few steps ran to say.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -24,13 +25,11 @@ from tqdm import tqdm
 
 from nsa_layer import NSAConfig, NSAttention
 from nsa_layer.rope import RotaryEmbedding
-from nsa_tools.report.tables import markdown
 
 MIB = 1 << 20
 MOST_GROWTH = 1.0  # MiB a minute
 WARM_UP = 0.4  # of the time
 LEAST_SAMPLES = 8
-INTERRUPTED = "interrupted"
 
 
 class Sample(NamedTuple):
@@ -58,41 +57,38 @@ def take_sample(started: float, device: str) -> Sample:
 def growth(samples: Sequence[Sample], name: str) -> float:
     """MiB a minute: the median of all slopes, which no single peak moves."""
     pairs = [(a, b) for a, b in combinations(samples, 2) if b.at > a.at]
-    slopes = sorted((getattr(b, name) - getattr(a, name)) / (b.at - a.at) * 60 for a, b in pairs)
-    return slopes[len(slopes) // 2] if slopes else 0.0
+    return median([(getattr(b, name) - getattr(a, name)) / (b.at - a.at) * 60 for a, b in pairs] or [0.0])
 
 
-def first_steps(layers: int, longest: int) -> list[tuple[int, int, int]]:
-    """Steps of every kind: layer, tokens, batch, 0 for a pack. What is compiled or loaded once is so early."""
-    return list(product(range(layers), (longest >> i for i in range(longest.bit_length())), (0, 1, 2)))
+def shapes(layers: int, longest: int, draw: random.Random) -> Iterator[tuple[int, int, int]]:
+    """Layer, tokens and batch, 0 for a pack, of each step. Every kind comes first: what is compiled or loaded once, is
+    so early."""
+    yield from product(range(layers), (longest >> i for i in range(longest.bit_length())), (0, 1, 2))
+    while True:
+        T = draw.choice((1, draw.randint(1, longest), longest))
+        yield draw.randrange(layers), T, 0 if draw.random() < 0.4 else draw.randint(1, 2)
 
 
-class Trainer:
-    """Layers of a few configurations, each with an optimizer, and steps of drawn shapes."""
-
-    def __init__(self, device: str, seed: int) -> None:
-        self.device, self.draw, cuda = device, random.Random(seed), device == "cuda"
-        self.dtype, self.longest = (torch.bfloat16, 4096) if cuda else (torch.float32, 200)
-        torch.manual_seed(seed)
-        width, D, size = (512, 64, 64) if cuda else (32, 8, 8)
-        base = NSAConfig(block_size=size, block_counts=6, window_size=3 * size)
-        # On a GPU only Hopper's kernels have a deterministic backward of such tiles.
-        exact = not cuda or torch.cuda.get_device_capability()[0] == 9
-        forced = dict(init_blocks=0, local_blocks=0)
-        configs = (base, base.replace(q_tile=2 * size, deterministic=exact), base.replace(**forced))
-        heads = dict(num_heads=width // D, num_kv_heads=width // D // 4 or 1)
-        options = heads | dict(compression="linear", rope=RotaryEmbedding(D), device=device, dtype=self.dtype)
-        self.layers = [NSAttention(width, config=config, **options) for config in configs]
-        self.optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-3) for layer in self.layers]
-        self._first = iter(first_steps(len(self.layers), self.longest))
-
-    def step(self) -> float:
-        which, T, batch = next(self._first, None) or self._drawn()
-        layer, optimizer, starts = self.layers[which], self.optimizers[which], None
+def train(device: str, seed: int = 0) -> Iterator[float]:
+    """Loss of each training step, of layers of a few configurations; FloatingPointError once anything is NaN."""
+    draw, cuda = random.Random(seed), device == "cuda"
+    dtype, longest = (torch.bfloat16, 4096) if cuda else (torch.float32, 200)
+    torch.manual_seed(seed)
+    width, D, size = (512, 64, 64) if cuda else (32, 8, 8)
+    base = NSAConfig(block_size=size, block_counts=6, window_size=3 * size)
+    # On a GPU only Hopper's kernels have a deterministic backward of such tiles.
+    exact = not cuda or torch.cuda.get_device_capability()[0] == 9
+    tiled, unforced = dict(q_tile=2 * size, deterministic=exact), dict(init_blocks=0, local_blocks=0)
+    heads = dict(num_heads=width // D, num_kv_heads=width // D // 4 or 1)
+    options = heads | dict(compression="linear", rope=RotaryEmbedding(D), device=device, dtype=dtype)
+    layers = [NSAttention(width, config=base.replace(**own), **options) for own in ({}, tiled, unforced)]
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-3) for layer in layers]
+    for which, T, batch in shapes(len(layers), longest, draw):
+        layer, optimizer, starts = layers[which], optimizers[which], None
         if not batch:
-            cuts = sorted(self.draw.randint(0, T) for _ in range(self.draw.randint(0, 5)))
-            starts = torch.tensor([0, *cuts, T], dtype=torch.int32, device=self.device)
-        x = torch.randn(*((batch, T) if batch else (T,)), layer.dim, device=self.device, dtype=self.dtype)
+            cuts = sorted(draw.randint(0, T) for _ in range(draw.randint(0, 5)))
+            starts = torch.tensor([0, *cuts, T], dtype=torch.int32, device=device)
+        x = torch.randn(*((batch, T) if batch else (T,)), width, device=device, dtype=dtype)
         optimizer.zero_grad(set_to_none=True)
         loss = nn.functional.mse_loss(layer(x, cu_seqlens=starts).float(), x.roll(1, -2).float())
         loss.backward()
@@ -100,54 +96,34 @@ class Trainer:
         value = float(loss.detach())
         if value != value or any(bool(p.isnan().any()) for p in layer.parameters()):
             raise FloatingPointError(f"NaN after a step with shape {tuple(x.shape)}, cu_seqlens {starts}")
-        return value
-
-    def _drawn(self) -> tuple[int, int, int]:
-        """A layer's number, tokens, and the batch: 0 for a pack."""
-        T = self.draw.choice((1, self.draw.randint(1, self.longest), self.longest))
-        return self.draw.randrange(len(self.layers)), T, 0 if self.draw.random() < 0.4 else self.draw.randint(1, 2)
+        yield value
 
 
-def soak(minutes: float, device: str, seed: int) -> tuple[int, list[Sample], str]:
-    """Train for so long: steps, samples, and what went wrong on the way."""
-    trainer, started, samples, steps = Trainer(device, seed), time.monotonic(), [], 0
-    end, every = minutes * 60, max(1.0, minutes * 60 / 120)
+def soak(minutes: float, device: str) -> list[Sample]:
+    """Train for so long; about 120 samples."""
+    losses, started, samples, end = train(device), time.monotonic(), [], minutes * 60
     with tqdm(total=round(end), desc="soak", unit="s", file=sys.stderr, mininterval=1) as bar:
         while (now := time.monotonic() - started) < end:
-            try:
-                loss = trainer.step()
-            except (FloatingPointError, KeyboardInterrupt) as error:
-                return steps, samples, str(error) or INTERRUPTED
-            steps += 1
-            if not samples or now - samples[-1].at >= every:
+            loss = next(losses)
+            if not samples or now - samples[-1].at >= max(1.0, end / 120):
                 samples.append(take_sample(started, device))
-                bar.set_postfix(steps=steps, loss=f"{loss:.3f}", host=f"{samples[-1].host:.0f} MiB")
+                bar.set_postfix(loss=f"{loss:.3f}", host=f"{samples[-1].host:.0f} MiB")
                 bar.update(min(round(now), round(end)) - bar.n)
-    return steps, samples, ""
+    return samples
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    steps, samples, wrong = soak(options.minutes, options.device, options.seed)
-    seconds = options.minutes * 60
-    settled = [sample for sample in samples if sample.at >= WARM_UP * seconds]
-    rows = [[f"{s.at:.0f}", *(f"{x:.1f}" for x in s[1:])] for s in samples[:: max(1, len(samples) // 12)]]
-    print(markdown(["s", "host, MiB", "GPU live, MiB", "GPU reserved, MiB"], rows))
-    if wrong and wrong != INTERRUPTED:
-        print(wrong)
-        return 1
+    samples = soak(options.minutes, options.device)
+    settled = [sample for sample in samples if sample.at >= WARM_UP * options.minutes * 60]
     if len(settled) < LEAST_SAMPLES:
-        print(f"{steps} steps, {len(settled)} samples after the warm-up: too few to say")
+        print(f"{len(settled)} samples after the warm-up: too few to say")
         return 2
     grown = {name: growth(settled, name) for name in Sample._fields[1:]}
-    said = ", ".join(f"{name} {value:+.2f}" for name, value in grown.items())
-    print(f"{steps} steps; growth after the warm-up, MiB a minute: {said}")
-    if wrong:
-        print(f"{wrong} after {samples[-1].at:.0f} of {seconds:.0f} s")
-        return 2
+    print("growth, MiB a minute: " + ", ".join(f"{name} {value:+.2f}" for name, value in grown.items()))
+    print(f"from {settled[0]} to {settled[-1]}")
     return 1 if max(grown.values()) >= MOST_GROWTH else 0

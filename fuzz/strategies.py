@@ -8,26 +8,10 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from fuzz.case import (
-    CALLS,
-    DIFFERENCES,
-    FORMS,
-    KEPT,
-    LAUNCHES,
-    LAYOUTS,
-    PATTERNS,
-    Attention,
-    Blocks,
-    Edge,
-    Fields,
-    Packed,
-    Ranks,
-    Served,
-    Texts,
-    Window,
-)
+from fuzz import case as cases
+from fuzz.attention_lists import passes_by_capacity
+from fuzz.case import Attention, Blocks, Edge, Fields, Packed, Ranks, Served, Texts, Window
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
-from fuzz.kinds import passes_by_capacity
 from fuzz.serving import CACHE_FAULTS, NEEDS, PAGE, ROOM
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import OWN_KEYS, Case
@@ -47,13 +31,13 @@ def blocks(faults: bool = False) -> st.SearchStrategy[Blocks]:
         B=st.integers(1, 2),
         M=st.integers(1, 9),
         N=st.integers(1, 9),
-        pattern=st.sampled_from(PATTERNS),
+        pattern=st.sampled_from(cases.PATTERNS),
         density=DENSITIES,
         full=FULLS,
         shuffle=st.booleans(),
         spare=st.sampled_from((0, 0, 1, 3)),
         repeat=st.booleans(),
-        launch=st.sampled_from(LAUNCHES),
+        launch=st.sampled_from(cases.LAUNCHES),
         slots=st.sampled_from((1, 2, 3, 7, 132)),
         interleave=st.integers(1, 4),
         longest=st.sampled_from((1, 2, 3, 32)),
@@ -71,10 +55,10 @@ def packed(faults: bool = False) -> st.SearchStrategy[Packed]:
     return st.builds(
         Packed,
         packed=st.one_of(usual, tiny, huge).map(tuple),
-        form=st.sampled_from(FORMS),
+        form=st.sampled_from(cases.FORMS),
         block=st.sampled_from(((4, 4), (8, 4), (4, 2), (1, 1))),
         list_heads=st.sampled_from((1, 2, 4)),
-        pattern=st.sampled_from(PATTERNS),
+        pattern=st.sampled_from(cases.PATTERNS),
         density=DENSITIES,
         lists=st.sampled_from(("both", "both", "both", "no full")),
         full=st.sampled_from((0.5, 0.0, 1.0)),
@@ -141,31 +125,19 @@ LINES = st.one_of(
 )
 
 
-BLOCK = [f"    sums[{name}] = add(values, {name}, start)" for name in ("rows", "columns", "heads", "tiles", "pages")]
-
-
 @st.composite
 def texts(draw: st.DrawFn) -> Texts:
-    """Two versions of a file: often the second is the first, with lines changed, moved, copied or dropped."""
-    text, block = st.lists(LINES, max_size=15), draw(st.permutations(BLOCK))[: draw(st.integers(1, len(BLOCK)))]
-    old = draw(text) + (block if draw(st.booleans()) else [])
-    new = list(old) if draw(st.booleans()) else draw(text)
-    for _ in range(draw(st.integers(0, 4))):
-        at = draw(st.integers(0, len(new)))
-        edit = draw(st.sampled_from(("add", "drop", "move", "copy", "indent", "word")))
-        if edit == "add":
-            new.insert(at, draw(LINES))
-        elif edit == "copy":
-            new[at:at] = block
-        elif at < len(new):
-            line = new.pop(at)
-            if edit == "move":
-                new.insert(draw(st.integers(0, len(new))), line)
-            if edit == "indent":
-                new.insert(at, "    " + line)
-            if edit == "word":
-                new.insert(at, line.replace("values", "numbers") + "  # changed")
-    return Texts(old="\n".join(old), new="\n".join(new), other=draw(st.none() | text.map("\n".join)))
+    """Two versions of a file: the second has lines of the first, moved, copied, indented or changed, among others."""
+    text = st.lists(LINES, max_size=15)
+    old = draw(text)
+    place = st.integers(0, len(old))
+    copied = st.builds(
+        lambda begin, end, indent, word: [indent + line.replace("values", word) for line in old[begin:end]],
+        *(place, place, st.sampled_from(("", "    ")), st.sampled_from(("values", "numbers"))),
+    )
+    new = draw(st.just([old]) | st.lists(copied | text, max_size=5))
+    other = draw(st.none() | text.map("\n".join))
+    return Texts(old="\n".join(old), new="\n".join(itertools.chain(*new)), other=other)
 
 
 def forced() -> st.SearchStrategy[dict[str, int]]:
@@ -226,19 +198,16 @@ def layer_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float6
         own_keys=tuple(name for name in OWN_KEYS if draw(st.booleans())),
         seed=draw(st.integers(0, 999)),
     )
-    return with_keys_of_branches(Case(**(options | fixed)))
-
-
-def with_keys_of_branches(case: Case) -> Case:
-    """Without keys of a window that is left out."""
-    own = case.own_keys if case.config.window_size else tuple(name for name in case.own_keys if "win" not in name)
-    return replace(case, own_keys=own)
+    options |= fixed
+    if not options["config"].window_size:  # then there are no keys of a window
+        options["own_keys"] = tuple(name for name in options["own_keys"] if "win" not in name)
+    return Case(**options)
 
 
 @st.composite
 def served(draw: st.DrawFn, faults: bool = False) -> Served:
     """Calls on caches with the capacity for all; with `faults`, the last call's are spoilt in a known way."""
-    kept, B, stride = draw(st.sampled_from(KEPT)), draw(st.integers(1, 3)), draw(st.sampled_from((8, 4)))
+    kept, B, stride = draw(st.sampled_from(cases.KEPT)), draw(st.integers(1, 3)), draw(st.sampled_from((8, 4)))
     shared = draw(st.integers(0, 2)) if kept == "pages" and stride == 8 and B > 1 else 0
     left, counts = [ROOM - shared * PAGE] * B, []
     for most in draw(st.lists(st.sampled_from((1, 4, 20, 40)), min_size=1, max_size=4)):
@@ -257,19 +226,13 @@ def served(draw: st.DrawFn, faults: bool = False) -> Served:
     )
 
 
-def dictionaries() -> st.SearchStrategy[Fields]:
-    """What may come in place of a dictionary of NSAConfig's fields."""
-    odd = st.sampled_from((None, 1, "block_size", [("q_tile", 1)], {1: 1}, {None: 64}, {"block_sizes": 64}))
-    return st.one_of(st.builds(Fields, values=odd), fields())
-
-
 @st.composite
 def ranks(draw: st.DrawFn) -> Ranks:
     """Calls that two ranks share, which are given the same, or differ in one thing: packings in half of these."""
-    call, tokens = draw(st.sampled_from(CALLS)), 4 * draw(st.integers(1, 6))
+    call, tokens = draw(st.sampled_from(cases.CALLS)), 4 * draw(st.integers(1, 6))
     cuts = st.lists(st.integers(0, 2 * tokens), min_size=1, max_size=4).map(sorted)
     first = draw(st.none() | cuts)
-    differs = draw(st.sampled_from(DIFFERENCES))
+    differs = draw(st.sampled_from(cases.DIFFERENCES))
     second = None
     if call == "nsa" and differs == "tiles" or call == "unshard_sequence" and differs not in ("", "tokens"):
         differs = ""
@@ -296,7 +259,7 @@ def ranks(draw: st.DrawFn) -> Ranks:
 
 
 def fields() -> st.SearchStrategy[Fields]:
-    """Arguments of NSAConfig: mostly good ones, and anything else."""
+    """Arguments of NSAConfig, mostly good ones, and what may come in place of a dictionary of them."""
     long = st.sampled_from((1 << 20, 1 << 21, (1 << 31) - 1))
     sizes = st.one_of(st.sampled_from((1, 2, 16, 64, 128, 512)), st.integers(-2, 300), long)
     odd = st.sampled_from((None, True, 1.0, "64", (), 0, -1, 1 << 40, float("nan")))
@@ -307,7 +270,8 @@ def fields() -> st.SearchStrategy[Fields]:
         "deterministic": st.booleans(), "rule": st.sampled_from(("nsa", "seed", "")),
     }  # fmt: skip
     values = st.fixed_dictionaries({}, optional={name: own | odd for name, own in good.items()})
-    return st.builds(Fields, values=values)
+    no_fields = st.sampled_from((None, 1, "block_size", [("q_tile", 1)], {1: 1}, {None: 64}, {"block_sizes": 64}))
+    return st.builds(Fields, values=st.one_of(values, values, no_fields))
 
 
 @st.composite
@@ -337,13 +301,13 @@ def attention(draw: st.DrawFn, kind: Attention) -> Attention:
     if kind.plan:
         sizes["plan"] = st.integers(1, 5)
     data = dict(
-        pattern=st.sampled_from(PATTERNS),
+        pattern=st.sampled_from(cases.PATTERNS),
         density=st.sampled_from((0.4, 0.1, 0.8)),
         full=st.sampled_from((0.5, 0.0, 1.0)),
         shuffle=st.booleans(),
         spare=st.sampled_from((0, 3, 8) if by_capacity else (0, 0, 3)),
-        launch=st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES),
-        layout=st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3]),
+        launch=st.sampled_from(cases.LAUNCHES[:3] if not kind.plan else cases.LAUNCHES),
+        layout=st.sampled_from(cases.LAYOUTS if not kind.packed else cases.LAYOUTS[:3]),
         autograd=st.booleans(),
         locks=st.booleans() if kind.passes == 2 and kind.deterministic else st.just(True),
         scale=st.sampled_from((1.0, 0.1, 4.0)),

@@ -24,7 +24,6 @@ import kernels_alone  # noqa: E402
 import layer_turns  # noqa: E402
 import recall  # noqa: E402
 import tree_calls  # noqa: E402
-from tile_lists import Case  # noqa: E402
 
 
 def test_keys_at_two_head_dimensions() -> None:
@@ -33,32 +32,6 @@ def test_keys_at_two_head_dimensions() -> None:
     for case in cases:
         blocks[case.kind, case.head_dim].append((case.block_k, case.listed * case.block_k))
     assert blocks == dict.fromkeys((("random", 128), ("selected", 128), ("random", 64)), [(128, 2048), (64, 2048)])
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rates_count_the_head_dimension(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
-    case = Case("random", 1024, 2, block_k=64, head_dim=head_dim)
-    made = []
-
-    def inputs(*lead: int, head_dim: int) -> None:
-        made.append((*lead, head_dim))
-
-    def variants(case: object, lists: object, tensors: object, ways: list[str]) -> dict[str, object]:
-        return dict.fromkeys([*ways, "plan"])
-
-    monkeypatch.setattr(Case, "lists", lambda self: (None, None))
-    monkeypatch.setattr(block_sparse, "tiles", lambda lists: 16)
-    monkeypatch.setattr(block_sparse, "inputs", inputs)
-    monkeypatch.setattr(block_sparse, "variants", variants)
-    monkeypatch.setattr(block_sparse, "interleaved", lambda calls, **options: {way: [2.0] for way in calls})
-    row = block_sparse.measure(case, block_sparse.ways_of("keys", case), 5)
-    assert set(made) == {(1, 1024, head_dim)}
-    flop = 16 * 32 * 128 * 64 * head_dim * 2
-    assert row["forward TFLOP/s"] == pytest.approx(2 * flop / 2e-3 / 1e12)
-    assert row["backward TFLOP/s"] == pytest.approx(5 * flop / 2e-3 / 1e12)
-    cells = block_sparse.table_row("keys", case, row, {})
-    assert cells[:3] == ["random", str(head_dim), "64"] and len(cells) == len(block_sparse.HEADERS["keys"])
-    assert cells[3] == f"{2e9 / (16 * 32 * 128 * 64):.3f}", "picoseconds a pair"
 
 
 RUN_EACH = """

@@ -16,36 +16,25 @@ from nsa_layer import NSAConfig, nsa, support
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
 OPERATOR = (REPOSITORY / "docs" / "operator.md").read_text()
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+HF = pytest.param("huggingface", marks=pytest.mark.xdist_group("hf"))
+EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 2
-
-
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example_runs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without a GPU in sight an example takes its way for a CPU, here as on the machines that have one.
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__readme__"})
-
-
-@pytest.mark.parametrize(
-    "name", ["pytorch", "serving", "distributed", pytest.param("huggingface", marks=pytest.mark.xdist_group("hf"))]
-)
+@pytest.mark.parametrize("name", ["../README", "pytorch", "serving", "distributed", HF])
 def test_examples_of_a_page_run_one_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     page = REPOSITORY / "docs" / f"{name}.md"
-    examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    examples = EXAMPLE.findall(page.read_text())
+    assert len(examples) >= 2
     module = ModuleType("__page__")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where PyTorch 2.11 looks for what it compiles
     exec(compile("\n".join(examples), page.name, "exec"), vars(module))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example_runs_on_a_gpu(number: int) -> None:
-    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__readme__"})
+@pytest.mark.parametrize("example", EXAMPLE.findall(README))
+def test_example_runs_on_a_gpu(example: str) -> None:
+    exec(compile(example, "README.md", "exec"), {"__name__": "__readme__"})
 
 
 def test_every_option_is_in_the_tables() -> None:

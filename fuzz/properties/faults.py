@@ -15,7 +15,7 @@ from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention
 from fuzz.kinds import ALL, COMPRESSED, call, listed, packed
 from fuzz.prop import GPU, Skip, holds
-from fuzz.properties.layer import kernel_cases
+from fuzz.properties.layer import kernel_cases, on_both
 from nsa_layer import nsa
 from nsa_tools.testing import cases
 from nsa_tools.testing.cases import Case, Inputs, Result, run
@@ -36,21 +36,13 @@ def unwritten(inputs: Inputs, backend: str, device: str) -> tuple[Result, Result
     return once, again
 
 
-@holds("faults.nothing unwritten is read", strategies.layer_cases)
-def nothing_unwritten_is_read(case: Case) -> None:
-    """The layer gives the same bits."""
-    once, again = (result.tensors() for result in unwritten(cases.make_inputs(case), "eager", "cpu"))
+@on_both("faults.nothing unwritten is read")
+def nothing_unwritten_is_read(case: Case, backend: str, device: str) -> None:
+    """The same bits where it is deterministic, and nowhere NaN."""
+    once, again = (result.tensors() for result in unwritten(cases.make_inputs(case, device), backend, device))
+    exact = backend == "eager" or case.config.deterministic
     for name, x in once.items():
-        assert x.equal(again[name]), f"{name} depends on what was in memory before"
-
-
-@holds("faults.nothing unwritten is read, kernels", kernel_cases, needs=GPU)
-def nothing_unwritten_is_read_by_kernels(case: Case) -> None:
-    """The same bits where kernels are deterministic, and nowhere NaN."""
-    exact, inputs = case.config.deterministic, cases.make_inputs(case, "cuda")
-    once, again = unwritten(inputs, "cute", "cuda")
-    for name, x in once.tensors().items():
-        assert _alike(again.tensors()[name], x, exact or name == "o"), f"{name} depends on what was in memory before"
+        assert _alike(again[name], x, exact or name == "o"), f"{name} depends on what was in memory before"
 
 
 @dataclass(frozen=True)
@@ -155,14 +147,14 @@ def capped(spare: int) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def layer_step(case: Case, backend: str, device: str, *, same_bits: bool) -> Step:
+def layer_step(case: Case, backend: str, device: str) -> Step:
     inputs = cases.make_inputs(case, device)
     given = inputs.tensors()
     static = dict(config=case.config, causal=case.causal, backend=backend, cu_seqlens=inputs.cu_seqlens)
     return Step(
         lambda: {name: x.detach().clone().requires_grad_() for name, x in given.items()},
         lambda leaves: nsa(**leaves, **static).backward(inputs.do),
-        same_bits,
+        backend == "eager" or case.config.deterministic,
     )
 
 
@@ -176,23 +168,17 @@ def attention_step(case: Attention) -> Step:
     )
 
 
-@holds("faults.out of memory", strategies.layer_cases)
-def out_of_memory(case: Case) -> None:
-    step = layer_step(case, "eager", "cpu", same_bits=True)
-    asserted(survives_running_out(step, nth_allocation(step, "cpu", case.seed)))
-
-
-@holds("faults.out of memory, kernels", kernel_cases, needs=GPU)
-def out_of_memory_in_kernels(case: Case) -> None:
-    step = layer_step(case, "cute", "cuda", same_bits=case.config.deterministic)
-    asserted(survives_running_out(step, nth_allocation(step, "cuda", case.seed * 7919)))
+@on_both("faults.out of memory")
+def out_of_memory(case: Case, backend: str, device: str) -> None:
+    step = layer_step(case, backend, device)
+    asserted(survives_running_out(step, nth_allocation(step, device, case.seed * 7919)))
 
 
 @holds("faults.out of GPU memory", kernel_cases, needs=GPU)
 def out_of_gpu_memory(case: Case) -> None:
     """PyTorch's own allocator runs out, wherever it does: in operators, in autograd, in the kernels' outputs."""
     case = replace(case, T=case.T + 2000, lengths=None)
-    step = layer_step(case, "cute", "cuda", same_bits=case.config.deterministic)
+    step = layer_step(case, "cute", "cuda")
     step.grads()
     asserted(survives_running_out(step, partial(capped, case.seed % 40 * SEGMENT)))
 

@@ -1,13 +1,15 @@
-"""The kernels on a GPU against dense attention in fp64, and the same bits where that is promised."""
+"""The kernels on a GPU: against dense attention in fp64, the same bits where that is promised, one call and another."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from fuzz import strategies
-from fuzz.attention import make_inputs, run
+from fuzz.attention import make_inputs, run, sequences
 from fuzz.case import Attention
 from fuzz.kinds import EXACT, KINDS
 from fuzz.oracle import assert_right, rounded_terms
@@ -34,3 +36,65 @@ def same_bits(case: Attention) -> None:
             first = again if first is None else first
             for name, t in again.items():
                 assert t.equal(first[name]), f"{name} has {int((t != first[name]).sum())} other numbers in round {turn}"
+
+
+PACKS = tuple(kind for kind in KINDS if kind.packed)
+CAUSAL = tuple(
+    kind for kind in KINDS if kind.mask in ("causal", "compressed") and not (kind.packed or kind.lists or kind.expanded)
+)
+
+
+def near(name: str, one: torch.Tensor, other: torch.Tensor, roundings: float = 8) -> None:
+    """Two ways to the same numbers: some roundings of the largest apart."""
+    if one.numel() == 0:
+        return
+    assert one.isfinite().all() and other.isfinite().all(), f"{name} is not finite"
+    apart = (one.double() - other.double()).abs().max()
+    limit = roundings * torch.finfo(one.dtype).eps * max(float(one.double().abs().max()), 0.05) + 1e-3
+    assert float(apart) <= limit, f"{name}: {float(apart):.3e} apart, limit {limit:.3e}"
+
+
+@holds("relations.neighbours", strategies.attention, kinds=PACKS, needs=GPU)
+def neighbours(case: Attention) -> None:
+    """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
+    x, mine = make_inputs(case), case.seed % len(case.lengths)
+    value = (math.nan, math.inf, torch.finfo(x.q.dtype).max)[case.seed % 3]
+
+    def among_others(name: str) -> torch.Tensor:
+        parts = sequences(case, getattr(x, name), name in ("k", "v"))
+        return torch.cat([part if b == mine else torch.full_like(part, value) for b, part in enumerate(parts)])
+
+    spoilt = replace(x, **{name: among_others(name) for name in ("q", "k", "v", "do")})
+    (once,), (other,) = run(case, x), run(case, spoilt)
+    for name in once:
+        of = (got[name].mT if name == "lse" else got[name] for got in (once, other))
+        clean, beside = (sequences(case, t, name in ("dk", "dv"))[mine] for t in of)
+        if case.deterministic or name in ("o", "lse"):
+            assert beside.equal(clean), f"{name} of sequence {mine} has {int((beside != clean).sum())} other numbers"
+        else:
+            near(name, beside, clean)
+
+
+def keys_seen(case: Attention, t: int) -> int:
+    """Keys that query t of a causal case sees: so many of the first."""
+    T_q, T_k = case.lengths[0]
+    factor, offset = case.compress or (1, T_q - T_k)
+    seen = (t - offset) // factor + 1
+    return max(0, min(T_k, seen))
+
+
+@holds("relations.causality", strategies.attention, kinds=CAUSAL, needs=GPU, stock=True)
+def causality(case: Attention) -> None:
+    """Later queries and keys change no bit of an output, and get no gradient from it."""
+    case = replace(case, layout="contiguous")
+    x, t = make_inputs(case), case.seed % case.T_q
+    seen = keys_seen(case, t)
+    x.do[:, t + 1 :] = 0
+    sides = {"q": t + 1, "k": seen, "v": seen}
+    changed = {name: torch.cat([of[:, :n], 3 - of[:, n:]], 1) for name, n in sides.items() for of in [getattr(x, name)]}
+    (once,), (other,) = run(case, x), run(case, replace(x, **changed))
+    assert once["o"][:, : t + 1].equal(other["o"][:, : t + 1]), f"what comes after query {t} changes o"
+    assert once["lse"][..., : t + 1].equal(other["lse"][..., : t + 1]), f"what comes after query {t} changes lse"
+    for name, n in (("dq", t + 1), ("dk", seen), ("dv", seen)):
+        for result in (once, other):
+            assert not result[name][:, n:].any(), f"{name} past {n} is not 0, for outputs up to query {t}"

@@ -14,7 +14,8 @@ from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate_calls import validate_call, validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_lists
 from fuzz import strategies
-from fuzz.blocks import both_directions, each_tensor, launch_order, locks_of, table_of, tables
+from fuzz.attention_lists import block_tables, both_directions
+from fuzz.blocks import each_tensor, launch_order, locks_of, table_of
 from fuzz.case import Blocks
 from fuzz.corrupt import LOCAL, spoil
 from fuzz.prop import GPU, Skip, holds
@@ -33,7 +34,7 @@ def same(lists, listed: torch.Tensor, full: torch.Tensor) -> None:
 @holds("lists.made", strategies.blocks)
 def made(case: Blocks) -> None:
     """Lists of a table hold the table; with a width given they are as wide."""
-    listed, full = tables(case)
+    listed, full = block_tables(case)
     lists = lists_from_blocks(listed, None if case.full is None else full, block_size=(BLOCK, BLOCK))
     same(lists, listed, full)
     assert (lists.full_block_cnt is None) == (case.full is None)
@@ -48,7 +49,7 @@ def made(case: Blocks) -> None:
 def transposed(case: Blocks) -> None:
     """Backward lists hold the transposed table; transposed again they hold the table."""
     case = replace(case, spare=0)  # the check of lists takes no wider rows
-    listed, full = tables(case)
+    listed, full = block_tables(case)
     forward, backward = both_directions(case)
     bound = int(listed.sum()) + case.slots
     for width, most in ((None, None), (case.M, None), (case.M, bound)):
@@ -66,7 +67,7 @@ def transposed(case: Blocks) -> None:
 @holds("lists.write order", strategies.blocks)
 def write_order(case: Blocks) -> None:
     """An entry's semaphore value is the number of key blocks, launched earlier, that add to the same query block."""
-    listed, _ = tables(case)
+    listed, _ = block_tables(case)
     forward, backward = both_directions(case)
     order = launch_order(case, listed)
     expected = locks_of(listed, order)
@@ -90,7 +91,7 @@ def write_order(case: Blocks) -> None:
 @holds("lists.merged", strategies.blocks)
 def merged(case: Blocks) -> None:
     """Mask and full blocks in one list: by rising semaphore value, the far end first among equals."""
-    listed, full = tables(case)
+    listed, full = block_tables(case)
     forward, backward = both_directions(case)
     order = launch_order(case, listed)
     locks = locks_of(listed, order)
@@ -118,7 +119,7 @@ def merged(case: Blocks) -> None:
 def plan(case: Blocks) -> None:
     """A plan covers every entry once, in work tiles no longer than asked, and the check of lists accepts it."""
     case = replace(case, spare=0)
-    listed, _ = tables(case)
+    listed, _ = block_tables(case)
     forward, backward = both_directions(case)
     Hkv = case.H // case.group
     schedule = case.launch if case.launch != "shuffled" else torch.tensor(launch_order(case, listed))
@@ -153,25 +154,19 @@ def plan(case: Blocks) -> None:
         assert covered == expected, f"{covered - expected} too often, {expected - covered} not at all"
 
 
-@holds("lists.right ones pass", strategies.blocks)
-def right_ones_pass(case: Blocks) -> None:
+@holds("lists.wrong ones are refused", lambda: strategies.blocks(faults=True), pr=30)
+def wrong_ones_are_refused(case: Blocks) -> None:
+    """One wrong entry anywhere is a ValueError; right lists pass, of one direction alone too."""
     forward, backward = both_directions(replace(case, spare=0))
     sizes = dict(seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H, batch_size=case.B)
     for sides in ((forward, backward), (forward, None), (None, backward)):
         validate_lists(*sides, **sizes, ascending=not case.shuffle)
-
-
-@holds("lists.wrong ones are refused", lambda: strategies.blocks(faults=True), pr=30)
-def wrong_ones_are_refused(case: Blocks) -> None:
-    """One wrong entry anywhere is a ValueError."""
-    forward, backward = both_directions(replace(case, spare=0))
     spt = case.launch == "right to left"
     order, order_full = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
     backward = backward._replace(dq_write_order=order, dq_write_order_full=order_full, spt=spt)
     spoilt = spoil(case.fault, forward, backward, case.seed)
     if spoilt is None:
         raise Skip
-    sizes = dict(seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H, batch_size=case.B)
     validate_lists(forward, backward, **sizes)
     assert refused(*spoilt, **sizes), f"{case.fault}: nobody noticed"
     if case.fault in LOCAL:
@@ -191,7 +186,7 @@ def refused(forward: Any, backward: Any, **sizes: int) -> bool:
 def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[str, torch.Tensor]:
     """All that is made of lists on a device, as tensors of the CPU."""
     sides = [each_tensor(lists, lambda t: t.to(device)) for lists in (forward, backward)]
-    order = torch.tensor(launch_order(case, tables(case)[0]), device=device)
+    order = torch.tensor(launch_order(case, block_tables(case)[0]), device=device)
     sizes = dict(num_heads=case.H, num_heads_kv=case.H // case.group, num_q_blocks=case.M, longest=case.longest)
     made = {
         "transposed": transpose_lists(sides[0], case.N),

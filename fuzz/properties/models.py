@@ -149,7 +149,8 @@ def wrong_masks_are_refused(case: Prompt) -> None:
         model(**batch | dict(attention_mask=wrong))
 
 
-CHANGES = {"nsa": CONFIG.replace(window_size=3), "nsa_gate": None, "nsa_compression": None}
+CHANGES = {"nsa": (CONFIG.replace(window_size=3),), "nsa_gate": ("input", "query")}
+CHANGES |= {"nsa_compression": ("mean", "linear")}
 
 
 @holds("models.settings are those of the model", lambda: prompts(changes=(*CHANGES, *OPTIONS)), pr=10)
@@ -157,10 +158,9 @@ CHANGES = {"nsa": CONFIG.replace(window_size=3), "nsa_gate": None, "nsa_compress
 def options_are_those_of_the_model(case: Prompt) -> None:
     """Fields that are set after a model is made, and options that sparse attention lacks, are refused by name."""
     model, batch = make_model(case), batch_of(case)
-    others = {"nsa_gate": {"input", "query"} - {case.gate}, "nsa_compression": {"mean", "linear"} - {case.compression}}
     if case.change in CHANGES:
-        value = others[case.change].pop() if case.change in others else CHANGES[case.change]
-        setattr(model.config, case.change, value)
+        others = (value for value in CHANGES[case.change] if value not in (case.gate, case.compression))
+        setattr(model.config, case.change, next(others))
     else:
         batch[case.change] = 3
     with refused(case.change, ValueError, NotImplementedError):
@@ -233,18 +233,6 @@ def positions_say_where_sequences_start(case: Prompt) -> None:
         own = dict(position_ids=position_ids[:, begin:end], past_key_values=NSAModelCache(model.config))
         alone = model(ids[:, begin:end], **own).logits
         torch.testing.assert_close(logits[:, begin:end], alone, rtol=1e-9, atol=1e-9)
-
-
-@holds("models.parametrized parameters are used", prompts, pr=6)
-@torch.no_grad()
-def parametrized_parameters_are_used(case: Prompt) -> None:
-    """Gates and matrices behind `torch.nn.utils.parametrize` give the same logits."""
-    model, batch = make_model(case), batch_of(case)
-    before = model(**batch).logits
-    branches = model.model.layers[0].self_attn.nsa
-    for name in [name for name, _ in branches.named_parameters(recurse=False)]:
-        parametrize.register_parametrization(branches, name, nn.Identity())
-    torch.testing.assert_close(model(**batch).logits, before, rtol=1e-12, atol=1e-12)
 
 
 FIELDS = {"block_counts": 5, "window_size": 7, "block_size": 8, "init_blocks": 2, "deterministic": True}
@@ -348,14 +336,18 @@ class WithoutWeight(nn.Module):
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-@holds("models.projections of any kind", lambda: prompts(changes=PROJECTIONS), pr=6)
+@holds("models.replaced parts are used", lambda: prompts(changes=(*PROJECTIONS, "parametrized")), pr=8)
 @torch.no_grad()
-def projections_of_any_kind(case: Prompt) -> None:
-    """A projection without a weight gives the same logits."""
+def replaced_parts_are_used(case: Prompt) -> None:
+    """A projection without a weight, or gates and matrices behind `parametrize`, give the same logits."""
     model, batch = make_model(case), batch_of(case)
     before = model(**batch).logits
     attention = model.model.layers[0].self_attn
-    setattr(attention, case.change, WithoutWeight(getattr(attention, case.change)))
+    if case.change in PROJECTIONS:
+        setattr(attention, case.change, WithoutWeight(getattr(attention, case.change)))
+    else:
+        for name in [name for name, _ in attention.nsa.named_parameters(recurse=False)]:
+            parametrize.register_parametrization(attention.nsa, name, nn.Identity())
     torch.testing.assert_close(model(**batch).logits, before, rtol=1e-12, atol=1e-12)
 
 

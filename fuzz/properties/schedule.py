@@ -8,7 +8,8 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.write_order import merged_lists
 from fuzz import strategies
-from fuzz.blocks import both_directions, launch_order, tables
+from fuzz.attention_lists import block_tables, both_directions
+from fuzz.blocks import launch_order
 from fuzz.case import Blocks
 from fuzz.prop import holds
 
@@ -58,7 +59,7 @@ def tiles_of(merged: BlockSparseTensorsTorch, rows: list[int], group: int) -> li
 @holds("schedule.right orders end", strategies.blocks)
 def right_orders_end(case: Blocks) -> None:
     """Semaphore values that follow the launch never get stuck, for any number of slots and heads launched together."""
-    listed, _ = tables(case)
+    listed, _ = block_tables(case)
     _, backward = both_directions(case)
     order = launch_order(case, listed)
     merged = merged_lists(backward, order=torch.tensor(order))
@@ -71,7 +72,7 @@ def right_orders_end(case: Blocks) -> None:
 @holds("schedule.plans end", strategies.blocks)
 def plans_end(case: Blocks) -> None:
     """A deterministic plan's work tiles, launched in their order, never get stuck."""
-    listed, _ = tables(case)
+    listed, _ = block_tables(case)
     _, backward = both_directions(case)
     schedule = case.launch if case.launch != "shuffled" else torch.tensor(launch_order(case, listed))
     Hkv = case.H // case.group

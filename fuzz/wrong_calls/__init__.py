@@ -41,45 +41,23 @@ class Table:
     first: bool = True
     arch: int = 90
 
+    def calls(self) -> Iterator[tuple[str, type[Exception], str, Any]]:
+        """Each refused call: its argument, the exception, a regular expression of the message, the wrong value."""
+        for names, error, words, *values in self.rows:
+            for name in names.split():
+                yield from ((name, error, words.replace("{}", name), value) for value in values)
 
-@dataclass(frozen=True)
-class WrongCall:
-    """One entry of the catalogue."""
-
-    table: Table
-    argument: str
-    error: type[Exception]
-    words: str
-    value: Any
-    number: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.table.function}, {self.argument} {self.number}"
-
-    def arguments(self, device: str) -> Arguments:
-        given = self.table.good(device)
-        changes = isinstance(self.value, FunctionType) and self.value.__name__ == "<lambda>"
-        value = self.value(given.get(self.argument)) if changes else self.value
-        return given | (value if isinstance(value, Together) else {self.argument: value})
+    def arguments(self, name: str, value: Any) -> Arguments:
+        """The right ones with a wrong value."""
+        right = self.good(self.device)
+        if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
+            value = value(right.get(name))
+        return right | (value if isinstance(value, Together) else {name: value})
 
 
 def tables() -> Iterator[Table]:
     for part in PARTS:
         yield from import_module(f"fuzz.wrong_calls.{part}").TABLES
-
-
-def catalogue() -> list[WrongCall]:
-    """Every entry of every table."""
-    found: list[WrongCall] = []
-    for table in tables():
-        for names, error, words, *values in table.rows:
-            for name in names.split():
-                pattern = words.replace("{}", name) if words else rf"\b{name}\b"
-                found += [
-                    WrongCall(table, name, error, pattern, value, len(found) + i) for i, value in enumerate(values)
-                ]
-    return found
 
 
 NO_TENSORS = ([1.0], 3, "x")

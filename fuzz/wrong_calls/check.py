@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuzz.wrong_calls import Arguments, WrongCall
+from fuzz.wrong_calls import Arguments, Table
 
 # Operators that make room, or another view of a tensor.
 HARMLESS = tuple("empty detach alias view expand t. transpose select slice unsqueeze permute as_strided".split())
@@ -36,30 +36,29 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def complaint(call: WrongCall) -> str | None:
-    """The complaint about how a wrong call is refused, or None."""
+def complaint(table: Table, name: str, error: type[Exception], words: str, value: Any) -> str | None:
+    """The complaint about how a wrong call is refused, or None; arguments as of `Table.calls`."""
     with ExitStack() as stack:
-        device = call.table.device
-        if device == "cuda" and not has_gpu(call.table.arch):
-            stack.enter_context(fake_gpu(call.table.arch))
-        given = call.arguments(device)
+        if table.device == "cuda" and not has_gpu(table.arch):
+            stack.enter_context(fake_gpu(table.arch))
+        given = table.arguments(name, value)
         with unset_fake_temporarily():
             before = list(_copies(given))
         stack.enter_context(no_kernels())
         watch = stack.enter_context(_Watch())
         try:
-            call.table.call(**given)
-        except Exception as error:
-            kind, said = type(error), str(error)
+            table.call(**given)
+        except Exception as raised:
+            kind, said = type(raised), str(raised)
         else:
-            return f"was taken: {call.value!r:.200}"
+            return f"was taken: {value!r:.200}"
         begun = list(watch.begun)
-    if kind is not call.error or not re.search(call.words, said, re.DOTALL):
-        return f"raised {kind.__name__}: {said[:200]}\n    expected {call.error.__name__}: {call.words}"
-    if begun and call.table.first:
+    if kind is not error or not re.search(words, said, re.DOTALL):
+        return f"raised {kind.__name__}: {said[:200]}\n    expected {error.__name__}: {words}"
+    if begun and table.first:
         return f"was refused only after {begun[:3]}"
     for tensor, copy in before:
-        if not torch.equal(tensor.contiguous().view(torch.uint8), copy.view(torch.uint8)):
+        if not torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (tensor, copy))):
             return "changed one of its inputs"
     if torch.cuda.is_available():
         torch.cuda.synchronize()

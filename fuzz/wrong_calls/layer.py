@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
 
-from fuzz.wrong_calls import NO_SCALES, NO_TENSORS, NOT_A_BOOL, NOT_A_TENSOR, Table, Together, not_a_size
+from fuzz.wrong_calls import NO_SCALES, NO_TENSORS, NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, not_a_size
 from nsa_layer import MemoryPolicy, NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention, warm_up
+from nsa_layer.checks import ARGUMENTS, BATCH, INT32, NO_EMPTY, Q
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case
 
@@ -73,30 +76,41 @@ def empty_cache() -> NSACache:
     return NSACache(**cache_arguments("cpu"))
 
 
-OWN = "k_cmp v_cmp k_win v_win"
-WEIGHTS = "gate_weight gates compress_k_weight compress_v_weight"
+SIZES = dict(B=B, T=T, S=32, Hq=HQ, Hkv=HKV, D=D, Dv=DV, Tc=5, Sc=8)
+SIZES |= dict(sequences=B, rows=B, rows_cmp=B, pages=1, cmp_pages=1)
+
+
+def of_tensors(function: Callable, keys: str = BATCH["keys"], **sizes: int) -> Iterator[Row]:
+    """Rows of each tensor that a function takes, by the layer's table of what it has to be."""
+    layout = BATCH | dict(keys=keys)
+    for name, parameter in signature(function).parameters.items():
+        if name not in ARGUMENTS:
+            continue
+        kind = ARGUMENTS[name]
+        letters = " ".join(layout.get(each, each) for each in kind.shape.split()).split()
+        shape = [int(each) if each.isdigit() else (SIZES | sizes)[each] for each in letters]
+        x = torch.zeros(shape, dtype=torch.int32 if kind.dtype == INT32 else torch.float32)
+        needed = parameter.default is parameter.empty
+        other = {INT32: torch.int64, Q: torch.float16}.get(kind.dtype, torch.int32)
+        yield name, TypeError, "{} must be (a torch.Tensor|an int)", [1.0], "x", *[None] * needed
+        yield name, TypeError, "{} must (be|have q's dtype)", x.to(other)
+        yield name, ValueError, "must be on q's device", x.to("meta")
+        yield name, ValueError, r"{} must have shape \(.*\), got", x[0], x[None]
+        yield name, ValueError, r"({}|k|k_cache) must have shape \(.*\), got", x[:-1]
+        if kind.dense:
+            yield name, ValueError, "{} must be contiguous in its last dimension, got", x.mT.contiguous().mT
+        if name in NO_EMPTY:
+            yield name, ValueError, "{} must have no empty dimension", x[:, :0]
+
+
 NSA = (
-    ("q k v", *NOT_A_TENSOR, None),
-    ("q k v", TypeError, "{} must (be float16|have q's dtype).* got", lambda x: x.int(), lambda x: x.cfloat()),
-    ("q k v", ValueError, r"{} must have shape \(.*\), got", lambda x: x[0], lambda x: x[None]),
-    ("q k v", ValueError, "{} must have no empty dimension", lambda x: x[:, :0]),
-    ("q k v", ValueError, "{} must be contiguous in its last dimension, got", lambda x: x.mT.contiguous().mT),
-    ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double(), lambda x: x.half()),
-    ("k v", ValueError, "{} must be on q's device cpu, got meta", lambda x: x.to("meta")),
+    *of_tensors(nsa),
     ("k", ValueError, r"k must have shape \(2, 20, Hkv, 8\), got", lambda x: x[:, :-1], lambda x: x[:-1]),
     ("v", ValueError, r"v must have shape \(2, 20, 2, Dv\), got", lambda x: x[:, :-1], lambda x: x[:-1]),
     ("v", ValueError, r"v must have shape \(2, 20, 2, Dv\), got", lambda x: x.repeat(1, 1, 2, 1)),
     ("k", ValueError, r"k must have shape \(2, 20, Hkv, 8\)", lambda x: torch.cat([x, x], -1), lambda x: x[..., :7]),
     ("q", ValueError, "heads must be a multiple of k's, got 5 and 2", torch.zeros(B, T, 5, D)),
     ("config", TypeError, "config must be an NSAConfig, got", {"block_size": 4}, None, NSAConfig),
-    (WEIGHTS, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
-    (WEIGHTS, TypeError, "{} must be of a floating-point dtype", torch.ones(HQ, 3, D, dtype=torch.int32)),
-    (WEIGHTS, ValueError, r"{} must have shape \(", torch.zeros(HQ, D, 3), torch.zeros(D, D), torch.zeros(B, T, HQ)),
-    ("gates", ValueError, r"gates must have shape \(2, 20, 4, 3\)", torch.zeros(HQ, 3, D)),
-    ("gate_weight", ValueError, r"{} must have shape \(4, 3, 8\)", torch.zeros(B, T, HQ, 3)),
-    ("compress_k_weight", ValueError, r"{} must have shape \(2, 8, 8\)", torch.zeros(HKV, DV, DV)),
-    ("compress_v_weight", ValueError, r"{} must have shape \(2, 6, 6\)", torch.zeros(HKV, D, D)),
-    ("gate_weight", ValueError, "gate_weight must be on q's device", torch.zeros(HQ, 3, D, device="meta")),
     ("gates", ValueError, "gate_weight and gates exclude each other",
      Together(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
     ("softmax_scale", TypeError, "softmax_scale must be a number or None, got", "1", True),
@@ -105,13 +119,7 @@ NSA = (
     ("max_seqlen", ValueError, "max_seqlen is for packed input, got 20 without cu_seqlens", T),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got 20.0", 20.0),
     ("causal return_aux validate", *NOT_A_BOOL),
-    (OWN, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
-    (OWN, TypeError, "{} must have q's dtype torch.float32, got", torch.ones(B, T, HKV, D, dtype=torch.int32)),
-    (OWN, ValueError, r"{} must have shape \(2, ", torch.zeros(B, T, HKV, D + 1), torch.zeros(T, HKV, D)),
     ("k_cmp v_cmp", ValueError, r"{} must have shape \(2, 5, 2, ", torch.zeros(B, 6, HKV, D)),
-    ("k_win", TypeError, "k_win must have q's dtype torch.float32, got", torch.zeros(B, T, HKV, D).double()),
-    ("k_win", ValueError, "k_win must be on q's device cpu, got meta", torch.zeros(B, T, HKV, D, device="meta")),
-    ("k_win", ValueError, "k_win must be contiguous in its last", torch.zeros(B, T, D, HKV).mT),
     ("k_win", ValueError, "k_win and v_win must be None where there is no window, got one with window_size=0",
      Together(k_win=torch.zeros(B, T, HKV, D), config=CONFIG.replace(window_size=0))),
     ("k_cmp", ValueError, "compress_k_weight and k_cmp exclude each other",
@@ -144,11 +152,9 @@ PACKED = (
     ("block_indices", ValueError, r"block_indices must have shape \(3, 2 or 4, n\)", torch.zeros(1, 3, 2, 2).int()),
 )  # fmt: skip
 LISTED = (
-    ("q k v", *NOT_A_TENSOR, None),
-    ("q k v", ValueError, r"{} must have shape \(.*\), got", lambda x: x[0], lambda x: x[None]),
+    *of_tensors(selected_attention, keys="B S", S=30),
     ("k", ValueError, r"k must have shape \(2, S, Hkv, 8\), got \(1", lambda x: x[:1]),
     ("v", ValueError, r"v must have shape \(2, 30, 2, Dv\), got", lambda x: x[:, :-1]),
-    ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double()),
     ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, None),
     ("block_indices", TypeError, "block_indices must be int32 or int64, got", lambda x: x.short()),
     ("block_indices", ValueError, "block_indices must have a list for each query, 20, .*, got 7", lambda x: x[:, :7]),
@@ -158,10 +164,7 @@ LISTED = (
     ("causal deterministic return_lse validate", *NOT_A_BOOL),
     ("cu_seqlens", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, T)),
     ("cu_seqlens_k", ValueError, "cu_seqlens_k is for packed input", starts(0, T)),
-    ("q_offset", TypeError, "q_offset must be an int", 1.0, "1", True),
-    ("q_offset", TypeError, "q_offset must be int32, got torch.int64", torch.zeros(B).long()),
     ("q_offset", ValueError, "q_offset must be at least 0, got -1", -1, torch.tensor([0, -1]).int()),
-    ("q_offset", ValueError, r"q_offset must have shape \(2\), got", torch.zeros(1).int(), torch.zeros(B, 1).int()),
     ("k", ValueError, "k must have at least as many tokens as q where q_offset is None, got 2 fewer",
      Together(k=torch.zeros(B, 18, HKV, D), v=torch.zeros(B, 18, HKV, DV))),
     ("backend", ValueError, "backend='cute' needs tensors on a GPU, got cpu", "cute"),
@@ -175,23 +178,15 @@ LISTED_PACKED = (
 )
 TILED = CONFIG.replace(q_tile=8)
 CACHED = (
-    ("q k_cache v_cache", *NOT_A_TENSOR, None),
-    ("k v k_win k_cmp_cache page_table gates out", TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS),
+    *of_tensors(nsa_with_kvcache),
     ("config", TypeError, "config must be an NSAConfig, got", None, {"block_size": 4}),
     ("config", NotImplementedError, "nsa_with_kvcache with q_tile=8, .*: a choice belongs to a tile", TILED),
     ("config", NotImplementedError, "compress_offset=0: it shows keys", CONFIG.replace(q_tile=1, compress_offset=0)),
-    ("q", TypeError, "q must be float16, .* got torch.int32", lambda x: x.int()),
-    ("q", ValueError, r"q must have shape \(B, T, Hq, D\), got", lambda x: x[0]),
-    ("q", ValueError, "q must have no empty dimension", lambda x: x[:, :0]),
     ("q", ValueError, "q's heads must be a multiple of k_cache's, got 5", torch.zeros(B, T, 5, D)),
-    ("k v k_cache v_cache k_cmp_cache", TypeError, "{} must have q's dtype", lambda x: x.double()),
-    ("k v k_cache v_cache v_cmp_cache", ValueError, "{} must be on q's device cpu, got meta", lambda x: x.to("meta")),
     ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:], lambda x: x[..., 1:]),
     ("k v", ValueError, "k and v must be given together", None),
     ("k_cache", ValueError, r"k_cache must have shape \(2, S, Hkv, 8\)", lambda x: x[:1], lambda x: x[..., 1:]),
     ("v_cache", ValueError, r"v_cache must have shape \(2, 32, 2, Dv\), got", lambda x: x[:, 1:]),
-    ("k_cache v_cache k_cmp_cache v_cmp_cache", ValueError, "{} must be contiguous in its last dimension, got stride",
-     lambda x: x.mT.contiguous().mT),
     ("k_win", ValueError, "k_win needs k_win_cache to be written to", torch.zeros(B, T, HKV, D)),
     ("v_win_cache", ValueError, "v_win must be given where k is", torch.zeros(B, 32, HKV, DV)),
     ("k_win_cache", ValueError, r"k_win_cache must have shape \(2, 32, 2, 8\)", torch.zeros(B, 31, HKV, D)),
@@ -204,15 +199,9 @@ CACHED = (
     ("k_cmp_cache v_cmp_cache", ValueError, "{} must have slots for the 8 keys of 32 tokens, got", lambda x: x[:, 1:]),
     ("k_cmp", ValueError, "compress_k_weight and k_cmp exclude each other",
      Together(k_cmp=torch.zeros(B, 5, HKV, D), compress_k_weight=torch.zeros(HKV, D, D))),
-    (WEIGHTS, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
-    (WEIGHTS, ValueError, r"{} must have shape \(", torch.zeros(HQ, D, 3), torch.zeros(B, T, HQ)),
     ("gates", ValueError, "gate_weight and gates exclude each other",
      Together(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
-    ("cache_seqlens", TypeError, "cache_seqlens must be an int, got", None, 1.0, [1, 2]),
-    ("cache_seqlens", TypeError, "cache_seqlens must be int32, got", lambda x: x.long()),
-    ("cache_seqlens", ValueError, r"cache_seqlens must have shape \(2\), got", lambda x: x[:1], lambda x: x[None]),
     ("cache_seqlens", ValueError, "cache_seqlens must be at least 0, got -1", -1),
-    ("cache_batch_idx", TypeError, "cache_batch_idx must be int32, got", torch.zeros(B).long()),
     ("page_table", ValueError, "cmp_page_table must be given where compressed caches have pages",
      Together(page_table=torch.zeros(B, 1).int(), k_cmp_cache=torch.zeros(B, 8, HKV, D))),
     ("max_seqlen_q", ValueError, "max_seqlen_q is for packed input, got 20", T),
@@ -264,8 +253,6 @@ PAGES = (
      torch.tensor([[6, 1], [2, 3]]).int(), torch.tensor([[0, -1], [2, 3]]).int()),
 )  # fmt: skip
 PAGED = (
-    ("page_table cmp_page_table", TypeError, "{} must be int32, got", lambda x: x.long()),
-    ("page_table cmp_page_table", ValueError, r"{} must have shape \(2, .*pages\)", lambda x: x[:1], lambda x: x[0]),
     ("cmp_page_table", ValueError, "cmp_page_table must be given where compressed caches have pages", None),
     ("cache_batch_idx", ValueError, "cache_batch_idx and page_table exclude each other", torch.zeros(B).int()),
     ("k_cmp_cache", ValueError, r"k_cmp_cache must have shape \(rows_cmp, 8, 2, 8\)", lambda x: x[:, 1:]),
@@ -316,12 +303,12 @@ POLICY = (
     ("budget", ValueError, "budget must be at least 0 bytes, got -1", -1),
     ("recompute", ValueError, "recompute must be one of 'auto', .*, got", "some", None, ["all"], True),
 )
-SIZES, COMPRESS = "block_size block_counts q_tile", "compress_size compress_stride"
+COUNTS, COMPRESS = "block_size block_counts q_tile", "compress_size compress_stride"
 OF_CONFIG = (
-    *not_a_size(SIZES),
+    *not_a_size(COUNTS),
     *not_a_size(COMPRESS, optional=True),
-    (f"{SIZES} {COMPRESS}", TypeError, "{} must be an int, got nan", NAN),
-    (f"{SIZES} {COMPRESS} compress_offset", ValueError, "{} must be at most 2147483647, got", 2**31, 10**30),
+    (f"{COUNTS} {COMPRESS}", TypeError, "{} must be an int, got nan", NAN),
+    (f"{COUNTS} {COMPRESS} compress_offset", ValueError, "{} must be at most 2147483647, got", 2**31, 10**30),
     ("block_size compress_size", ValueError, "{} must be at most 1048576 tokens, got", 2**31 - 1, 2**20 + 8),
     ("compress_stride", ValueError, "compress_stride must divide block_size, got", 5, 32),
     ("compress_size", ValueError, "compress_stride must divide compress_size, got", 4, 12),

@@ -22,8 +22,8 @@ from flash_attn.cute.block_lists import (
 )
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.write_order import merged_lists
+from fuzz.attention_lists import both_directions
 from fuzz.attention_lists import sides as packed_sides
-from fuzz.blocks import both_directions
 from fuzz.case import Blocks, Packed
 from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, changed, not_a_size
 

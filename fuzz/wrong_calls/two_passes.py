@@ -8,7 +8,7 @@ import torch
 
 from flash_attn.cute.interface import _flash_attn_bwd
 from flash_attn.cute.lists.backward_plan import plan_backward
-from fuzz.blocks import both_directions
+from fuzz.attention_lists import both_directions
 from fuzz.case import Blocks
 from fuzz.wrong_calls import NOT_A_BOOL, Table, Together, changed
 from fuzz.wrong_calls.attention import HKV, HQ, SIDES, B, M, N, backward_call, moved, qkv, shapes

@@ -18,7 +18,7 @@ from fuzz.attention_lists import forward_lists
 from fuzz.case import Attention as Case
 from fuzz.kinds import PACKED as ONE_PACK
 from fuzz.kinds import call
-from fuzz.properties.relations import PACKS, neighbours
+from fuzz.properties.kernels import PACKS, neighbours
 
 PLAIN = ((300, 300), (500, 500), (77, 77), (64, 64))
 # Tails of every kind, no queries, no keys, queries that see no key, and more keys than queries.

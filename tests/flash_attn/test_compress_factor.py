@@ -14,7 +14,7 @@ from fuzz.attention import attend, compile_case, make_inputs
 from fuzz.case import OPTIONS
 from fuzz.case import Attention as Case
 from fuzz.oracle import reference
-from fuzz.properties.relations import causality
+from fuzz.properties.kernels import causality
 
 
 def test_the_default_asks_for_nothing() -> None:

@@ -12,8 +12,8 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate_calls import ALWAYS, validate_call, validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order
-from fuzz.attention_lists import sides
-from fuzz.blocks import POISON, both_directions, each_tensor
+from fuzz.attention_lists import both_directions, sides
+from fuzz.blocks import POISON, each_tensor
 from fuzz.case import Blocks, Packed
 
 Lists = BlockSparseTensorsTorch

@@ -22,7 +22,8 @@ from flash_attn.cute.block_lists import (
 )
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_lists
-from fuzz.blocks import both_directions, table_of
+from fuzz.attention_lists import both_directions
+from fuzz.blocks import table_of
 from fuzz.case import Blocks
 from fuzz.properties.lists import same
 

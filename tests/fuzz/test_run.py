@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import random
 import time
 from pathlib import Path
 
@@ -92,9 +94,9 @@ def test_cases_can_be_pasted(case: object, tmp_path: Path) -> None:
 
 def test_exit_codes(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = ("--folder", str(tmp_path), "--workers", "1")
-    assert main(["--minutes", "0.03", "--only", "windows.lists", *folder]) == 0
+    assert main(["--minutes", "0.03", "--only", "options", *folder]) == 0
     said = capsys.readouterr()
-    assert "examples of 1 properties, 0 failed" in said.out and "causal True" in said.out, "what was drawn is printed"
+    assert "examples of 1 properties, 0 failed" in said.out
     assert "examples, 0 failed" in said.err, "a progress line"
     assert main(["--only", "no such property", *folder]) == 2
     assert main(["--mutate", "no such fault"]) == 2
@@ -173,38 +175,26 @@ def test_growth() -> None:
 
 def test_a_soak_has_steps_of_every_kind_first() -> None:
     """All layers, packed or not, at lengths of every order: what is compiled once is compiled early."""
-    trainer = soak.Trainer("cpu", 0)
-    steps = soak.first_steps(len(trainer.layers), trainer.longest)
-    assert {(layer, batch) for layer, T, batch in steps if T == trainer.longest} == {
-        (i, b) for i in range(3) for b in range(3)
-    }
+    steps = list(itertools.islice(soak.shapes(3, 200, random.Random(0)), 72))
+    longest = {(layer, batch) for layer, T, batch in steps if T == 200}
+    assert longest == set(itertools.product(range(3), range(3)))
     assert {T.bit_length() for _, T, _ in steps} == set(range(1, 9))
-    drawn: list[tuple[int, int, int]] = []
-    for layer in trainer.layers:
-        layer.register_forward_pre_hook(lambda layer, args: drawn.append(args[0].shape))
-    for _ in steps:
-        trainer.step()
-    assert drawn == [(batch, T, 32) if batch else (T, 32) for _, T, batch in steps]
-    assert next(trainer._first, None) is None
+    assert all(loss > 0 for loss in itertools.islice(soak.train("cpu"), 72))
 
 
-@pytest.mark.parametrize(
-    ("grown", "said", "code"), [(0, "", 0), (0.1, "", 1), (0, "NaN after a step", 1), (0, soak.INTERRUPTED, 2)]
-)
+@pytest.mark.parametrize(("grown", "code"), [(0, 0), (0.1, 1)])
 def test_a_soak_says_what_came_out(
-    grown: float, said: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    grown: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     samples = [soak.Sample(float(at), 100 + grown * at, 5, 8) for at in range(0, 100, 5)]
-    monkeypatch.setattr(soak, "soak", lambda *given: (20, samples, said))
+    monkeypatch.setattr(soak, "soak", lambda *given: samples)
     assert soak.main(["--minutes", str(100 / 60), "--device", "cpu"]) == code
-    shown = capsys.readouterr().out
-    assert (f"host +{60 * grown:.2f}, live +0.00, reserved +0.00" in shown) == (said in ("", soak.INTERRUPTED))
-    assert (f"{said} after 95 of 100 s" if code == 2 else said) in shown
+    assert f"host {60 * grown:+.2f}, live +0.00, reserved +0.00" in capsys.readouterr().out
 
 
 def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
-    assert soak.main(["--minutes", "0.03", "--device", "cpu"]) in (0, 2)
-    assert "steps" in capsys.readouterr().out
+    assert soak.main(["--minutes", "0.03", "--device", "cpu"]) == 2
+    assert "too few" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kinds", [[SM90], pytest.param([SM90, SM100], marks=pytest.mark.sweep)], ids=str)

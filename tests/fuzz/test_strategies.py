@@ -2,35 +2,84 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
 from flash_attn.cute.bwd_sm90 import two_pass
 from fuzz import strategies
-from fuzz.attention import both_lists, make_inputs
-from fuzz.attention_lists import in_two_passes
-from fuzz.case import FORMS, Attention, Blocks, Edge, Packed, Prompt, Ranks, Served, Texts, Window
-from fuzz.features import FEATURES, features
-from fuzz.kinds import COMPRESSED, FEW, KINDS, call, listed, passes_by_capacity, two_passes
+from fuzz.attention_lists import in_two_passes, passes_by_capacity, two_passes
+from fuzz.case import DIFFERENCES, FORMS, Attention
+from fuzz.kinds import COMPRESSED, KINDS, call, listed
 from fuzz.properties.models import prompts
-from nsa_tools.testing.cases import Case
 
-WAYS: dict[type, Callable] = {
-    Blocks: strategies.blocks,
-    Packed: strategies.packed,
-    Edge: strategies.edges,
-    Window: strategies.windows,
-    Texts: strategies.texts,
-    Ranks: strategies.ranks,
-    Served: strategies.served,
-    Prompt: prompts,
-    Case: strategies.layer_cases,
+Has = Callable[[Any], object]
+# Those that follow from several drawn values; that choices and flags are drawn, is hypothesis's.
+FEATURES: dict[Callable, dict[str, Has]] = {
+    strategies.blocks: {
+        "a slot for all": lambda c: c.slots >= max(2, c.B * c.H * c.N),
+        "nothing full": lambda c: c.full == 0.0,
+        "one block": lambda c: c.M == 1 or c.N == 1,
+    },
+    strategies.packed: {
+        "an empty sequence": lambda c: any(0 in pair for pair in c.packed),
+        "nothing in a sequence": lambda c: (0, 0) in c.lengths,
+        "one sequence": lambda c: len(c.lengths) == 1,
+    },
+    strategies.edges: {
+        "no query sees a key": lambda c: c.keys_seen == 0,
+        "all keys are seen": lambda c: c.keys_seen >= c.seqlen_k,
+        "some keys are seen": lambda c: 0 < c.keys_seen < c.seqlen_k,
+        "offset past the queries": lambda c: c.offset >= c.seqlen_q,
+        "many queries": lambda c: c.seqlen_q > 1 << 20,
+        "a tile that spans more than 2**24 tokens": lambda c: c.factor * c.tile_n > 1 << 24,
+        "a tail of queries": lambda c: c.seqlen_q % c.tile_m,
+        "a tail of keys": lambda c: c.seqlen_k % c.tile_n,
+    },
+    strategies.windows: {"fewer keys": lambda c: c.seqlen_k < c.seqlen_q},
+    strategies.ranks: {
+        "an empty sequence": lambda c: c.lengths is not None and 0 in c.lengths,
+        **{f"differs {name}": lambda c, name=name: c.differs == name for name in DIFFERENCES},
+    },
+    strategies.texts: {
+        "the same text": lambda c: c.old == c.new,
+        "an empty text": lambda c: not c.old or not c.new,
+        "carriage returns": lambda c: "\r" in c.old + c.new,
+    },
+    strategies.served: {
+        "a gradient": lambda c: c.needs,
+        "pages shared": lambda c: c.shared,
+        "a sequence without new tokens": lambda c: any(0 in call for call in c.counts),
+        "one token each": lambda c: any(set(call) == {1} for call in c.counts),
+        "one sequence": lambda c: len(c.counts[0]) == 1,
+    },
+    prompts: {
+        "padding behind": lambda c: any(right for _, right in c.rows),
+        "padding on both sides": lambda c: any(left and right for left, right in c.rows),
+        "a row of padding": lambda c: any(left == c.T for left, _ in c.rows),
+        "padding alone": lambda c: all(left == c.T for left, _ in c.rows),
+        "a turn that ended early": lambda c: any(c.ended),
+        "a cache of transformers": lambda c: c.first and not c.ours,
+    },
+    strategies.layer_cases: {
+        "the seed's rule": lambda c: c.config.rule == "seed",
+        "an empty sequence": lambda c: c.lengths is not None and 0 in c.lengths,
+        "no complete block": lambda c: c.T < c.config.span and c.lengths is None,
+        "one token": lambda c: c.T == 1,
+        "overlapping blocks": lambda c: c.config.stride < c.config.span,
+        "an offset that leaks": lambda c: c.config.offset < c.config.span - 1,
+        "a list for each token": lambda c: c.config.by_token,
+        "compressed blocks of another size": lambda c: c.config.span != c.config.block_size,
+        "nothing forced": lambda c: not c.config.init_blocks and not c.config.local_blocks,
+        "more forced blocks than entries": lambda c: c.config.forces_too_many,
+        "tiles smaller than blocks": lambda c: c.config.q_tile < c.config.block_size,
+        "compression weights": lambda c: c.compress_weights and not {"k_cmp", "v_cmp"} <= {*c.own_keys},
+        "heads alone": lambda c: c.Hq == c.Hkv,
+    },
 }
 quiet = settings(
     max_examples=5_000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
@@ -38,34 +87,32 @@ quiet = settings(
 )  # fmt: skip
 
 
-def reached(strategy: SearchStrategy, feature: str, most: int = 5_000) -> bool:
-    """True if a case with a feature is drawn, or one without it if its name begins with "not "."""
-    name, without = feature.removeprefix("not "), feature.startswith("not ")
+def reached(strategy: SearchStrategy, has: Has, most: int = 5_000) -> bool:
+    """True if a case is drawn that has a feature."""
     try:
-        find(strategy, lambda case: (name in features(case)) != without, settings=settings(quiet, max_examples=most))
+        find(strategy, lambda case: bool(has(case)), settings=settings(quiet, max_examples=most))
     except NoSuchExample:
         return False
     return True
 
 
-@pytest.mark.parametrize("kind", WAYS)
-def test_features_are_reached(kind: type) -> None:
-    missed = [f"{no}{name}" for name in FEATURES[kind] for no in ("", "not ") if not reached(WAYS[kind](), no + name)]
-    assert not missed
-    assert not reached(WAYS[kind](), "of no case", most=50)
+def without(has: Has) -> Has:
+    return lambda case: not has(case)
+
+
+@pytest.mark.parametrize("strategy", FEATURES, ids=lambda strategy: strategy.__name__)
+def test_features_are_reached(strategy: Callable) -> None:
+    for name, has in FEATURES[strategy].items():
+        assert reached(strategy(), has), f"never drawn: {name}"
+        assert reached(strategy(), without(has)), f"always drawn: {name}"
+    assert not reached(strategy(), lambda case: False, most=50)
 
 
 def test_kernels_see_any_factor() -> None:
-    pairs: set[tuple[int, int]] = set()
-
-    @settings(quiet, max_examples=100)
-    @given(strategies.attention(call(**COMPRESSED)))
-    def draw(case: Attention) -> None:
-        pairs.add(case.compress)
-
-    draw()
-    assert min(len({factor for factor, _ in pairs}), len({offset for _, offset in pairs})) > 8
-    assert (1, 0) not in pairs, "that is plain causal"
+    strategy = strategies.attention(call(**COMPRESSED))
+    for many in (lambda c: c.compress[0] > 99, lambda c: c.compress[1] > 99, lambda c: c.compress[1] < -99):
+        assert reached(strategy, many)
+    assert not reached(strategy, lambda c: c.compress == (1, 0)), "that is plain causal"
 
 
 def test_kinds_meet() -> None:
@@ -101,55 +148,59 @@ def test_kinds_meet() -> None:
     assert "shared" in {kind.form for kind in both} and {kind.block[1] for kind in both} == {64, 128}
 
 
-def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fuzzing expects two passes exactly where a call on SM90 takes them: by argument, or as the lists alone say."""
-    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
-    for kind, blocks in itertools.product(KINDS, (1, FEW, FEW + 1)):
-        if not kind.lists or kind.compress:
-            continue
-        size = dict(packed=((128, blocks * kind.block[1]),)) if kind.packed else dict(T_k=blocks * kind.block[1])
-        case = replace(kind, **size, pattern="full", full=1.0, spare=0)
-        x, (forward, backward) = make_inputs(case, "cpu"), both_lists(case, "cpu").values()
-        given = dict(arch=90, q=x.q, v=x.v, deterministic=kind.deterministic, forward=forward, backward=backward)
-        for passes in {kind.passes, None}:
-            assert two_pass.takes(passes, **given) == in_two_passes(case), case
-
-
 BY_CAPACITY = [kind for kind in KINDS if passes_by_capacity(kind)]
-AUTOGRAD = ("autograd True", "autograd False")
-LENGTHS = ("an empty sequence", "many tiny sequences", "one huge sequence", "layout fused")
+AUTOGRAD = (lambda c: c.autograd, lambda c: not c.autograd)
+LENGTHS = (
+    lambda c: any(0 in pair for pair in c.lengths),  # an empty sequence
+    lambda c: len(c.lengths) > 5,  # many tiny ones
+    lambda c: max(map(max, c.lengths)) >= 1500,  # one huge one
+    lambda c: c.layout == "fused",
+)
 OF_KINDS = [
-    (listed(causal=True), ("one token", "fewer keys", "not fewer keys", *AUTOGRAD), ()),
-    *((kind, ("two passes", "not two passes", *AUTOGRAD), ()) for kind in BY_CAPACITY),
+    (listed(causal=True), (lambda c: c.T_q == 1, lambda c: c.T_k < c.T_q, lambda c: c.T_k >= c.T_q, *AUTOGRAD), ()),
+    *((kind, (in_two_passes, without(in_two_passes), *AUTOGRAD), ()) for kind in BY_CAPACITY),
     *(  # semaphore values are ignored, through autograd too
-        (kind, ("two passes", "semaphore values", "not semaphore values", *AUTOGRAD), ("not two passes",))
+        (kind, (in_two_passes, lambda c: c.locks, lambda c: not c.locks, *AUTOGRAD), (without(in_two_passes),))
         for kind in KINDS
         if kind.passes == 2 and kind.deterministic
     ),
     *(  # asked for, through autograd too, which would take two by itself: its lists say so
-        (kind, ("not two passes", "semaphore values", *AUTOGRAD), ("two passes", "not semaphore values"))
+        (kind, (without(in_two_passes), lambda c: c.locks, *AUTOGRAD), (in_two_passes, lambda c: not c.locks))
         for kind in [kind for kind in KINDS if kind.passes == 1 and kind.deterministic][:1]
     ),
     *((kind, LENGTHS, ()) for kind in [kind for kind in KINDS if kind.packed][:1]),
 ]
 
 
-@pytest.mark.parametrize(("kind", "wanted", "never"), OF_KINDS, ids=repr)
-def test_what_kinds_are_drawn_with(kind: Attention, wanted: tuple[str, ...], never: tuple[str, ...]) -> None:
-    assert not [feature for feature in wanted if not reached(strategies.attention(kind), feature)]
-    assert not [feature for feature in never if reached(strategies.attention(kind), feature, most=100)]
+@pytest.mark.parametrize(("kind", "wanted", "never"), OF_KINDS, ids=[repr(kind) for kind, _, _ in OF_KINDS])
+def test_what_kinds_are_drawn_with(kind: Attention, wanted: tuple[Has, ...], never: tuple[Has, ...]) -> None:
+    assert all(reached(strategies.attention(kind), has) for has in wanted)
+    assert not any(reached(strategies.attention(kind), has, most=100) for has in never)
 
 
 def test_lists_decide_on_passes_in_batches_and_packs() -> None:
     assert {bool(kind.packed) for kind in BY_CAPACITY} == {False, True}
 
 
+def heads_of_a_cta(case: Attention) -> int:
+    """Query heads that a CTA of SM90 backward loops over under a window, on a GPU of 132 multiprocessors."""
+    T_q, T_k = (tuple(pair[side] for pair in case.lengths) for side in (0, 1))
+    return two_pass.window_heads_per_cta(
+        case.window, (sum(T_q), sum(T_k)) if case.packed else (T_q[0], T_k[0]),
+        batch=1 if case.packed else len(case.lengths), heads=(case.Hq, case.Hkv),
+        tile=(128 if case.D <= 64 else 64, 128), sms=132,
+    )  # fmt: skip
+
+
 def test_ctas_loop_over_several_heads() -> None:
     """In backward under a window, all heads of a group and some, each where bits are to repeat and where not."""
     found: dict[tuple[bool, bool], set[str]] = {}
+    loops = {
+        "some": lambda c: 1 < heads_of_a_cta(c) < c.Hq // c.Hkv,
+        "all": lambda c: heads_of_a_cta(c) == c.Hq // c.Hkv,
+    }
     for kind in (kind for kind in KINDS if kind.mask == "window" and kind.Hq >= 24):
-        names = [f"a CTA loops over {which} heads of a group" for which in ("some", "all")]
-        drawn = {name for name in names if reached(strategies.attention(kind), name, most=100)}
+        drawn = {name for name, has in loops.items() if reached(strategies.attention(kind), has, most=100)}
         found.setdefault((bool(kind.packed), kind.deterministic), set()).update(drawn)
     assert set(found) == {(False, False), (False, True), (True, True)}
-    assert all(found.values()) and set().union(*found.values()) == {*names}
+    assert all(found.values()) and set().union(*found.values()) == {*loops}

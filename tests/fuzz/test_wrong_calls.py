@@ -12,11 +12,10 @@ import torch
 import nsa_layer
 from flash_attn import cute
 from flash_attn.cute import block_lists
-from fuzz.wrong_calls import Table, WrongCall, catalogue, tables
+from fuzz.wrong_calls import Table, tables
 from fuzz.wrong_calls.check import complaint, fake_gpu, no_kernels
 from fuzz.wrong_calls.two_passes import TABLES as TWO_PASSES
 
-CALLS = catalogue()
 ROOT = Path(__file__).resolve().parents[2]
 # Words of the documentation that are also names of functions, or functions that take what they get as it is.
 NOT_CALLED = {
@@ -56,7 +55,7 @@ LAUNCH = ("flash_attn_func", "flash_attn_varlen_func", "backward", "convert", "l
 
 def test_the_catalogue_has_every_function() -> None:
     assert {"nsa", "flash_attn_func", "validate_lists"} <= PUBLIC, "the pages are read"
-    missing = PUBLIC - {call.table.function.split(",")[0] for call in CALLS} - set(NOT_CALLED)
+    missing = PUBLIC - {table.function.split(",")[0] for table in tables()} - set(NOT_CALLED)
     assert not missing, f"public functions without wrong calls: {sorted(missing)}"
 
 
@@ -64,8 +63,8 @@ def test_the_catalogue_has_every_function() -> None:
 def test_wrong_calls_are_refused(table: Table) -> None:
     if not table.function.startswith(LAUNCH):
         table.call(**table.good("cpu"))  # so that a check which remembers right calls has this one to remember
-    said = {call.name: complaint(call) for call in CALLS if call.table is table}
-    assert said and not {name: text for name, text in said.items() if text is not None}
+    said = [(call[0], complaint(table, *call)) for call in table.calls()]
+    assert said and not [(name, text) for name, text in said if text is not None]
 
 
 @pytest.mark.parametrize("table", TWO_PASSES, ids=lambda table: table.function)
@@ -107,5 +106,5 @@ def test_complaints() -> None:
         (good, "x is", None),
     ):
         table = Table("made up", call, lambda device: {"x": torch.ones(3)}, ())
-        said = complaint(WrongCall(table, "x", ValueError, words, lambda x: x, 0))
+        said = complaint(table, "x", ValueError, words, lambda x: x)
         assert said is None if expected is None else expected in said

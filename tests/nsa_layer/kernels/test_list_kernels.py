@@ -13,7 +13,6 @@ from fa_compile import Worker
 from kernel_cases import poison, starts
 
 from fuzz.blocks import each_tensor
-from fuzz.choices import random_choice
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.union_lists import key_csr
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
@@ -300,6 +299,18 @@ def choice(case: Case, seed: int = 0) -> list[torch.Tensor]:
     B, Hkv = 1 if case.packed else 2, case.Hkv
     draw = random_choice if max(case.lengths) < 10_000 else many_blocks
     return [draw(T, B, Hkv, config, generator) for T in case.lengths if T]
+
+
+def random_choice(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
+    """Lists int32 [B, H, M, n] of a causal choice: ascending, of any length, padded with -1."""
+    M, n, N = config.num_tiles(T), config.list_width(T), config.num_blocks(T)
+    indices = torch.full((B, H, M, n), -1, dtype=torch.int32)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, M))).tolist():
+        most = min(N, ((i + 1) * config.q_tile - 1) // config.block_size + 1)  # causal: no block after the tile
+        count = int(torch.randint(0, min(n, most) + 1, (), generator=generator))
+        chosen = torch.randperm(most, generator=generator)[:count].sort().values
+        indices[b, h, i, :count] = chosen.to(torch.int32)
+    return indices
 
 
 def many_blocks(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
