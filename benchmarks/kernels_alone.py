@@ -67,13 +67,13 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     from nsa_layer.cute.forward import attend
     from nsa_layer.cute.select_blocks import select_blocks
     from nsa_layer.cute.selected import query_lists, token_block_csr
-    from nsa_layer.kernels.pooling.mean_pool import pool
+    from nsa_layer.kernels.pooling.mean_pool import mean_pool
 
     static = dict(B=1, T=T, Hq=Hq, Hkv=Hkv, D=D, Dv=D, dtype=torch.bfloat16, config=CONFIG, gate="none", device="cuda")
     shape = Shape(**static, data="random" if data == TRAINED else data)
     q, k, v = (x.detach() for x in shape.inputs().values())
     spec, do = shape.spec(), shape.output_gradient()
-    (k_cmp,), v_cmp = pool(k, v, k_dtypes=(k.dtype,), v_dtype=v.dtype, **pooling_options(spec, None))
+    (k_cmp,), v_cmp = mean_pool(k, v, k_dtypes=(k.dtype,), v_dtype=v.dtype, **pooling_options(spec, None))
     lse = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, None, None))[1]
 
     def choose() -> torch.Tensor:

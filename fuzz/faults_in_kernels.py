@@ -91,6 +91,6 @@ def _token_bit(unions: Any) -> Any:
 @result
 def _lost_pair(pairs: Any) -> Any:
     """The last token that lists a block adds nothing to its gradients, if there are others."""
-    items = pairs.items.clone()
+    items = pairs.work_tiles.clone()
     items[:, 2] -= (items[:, 2] - items[:, 1] > 1).int()
-    return pairs._replace(items=items)
+    return pairs._replace(work_tiles=items)

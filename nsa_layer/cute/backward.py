@@ -28,7 +28,7 @@ from nsa_layer.cute.selected import dq_options, query_lists, selected_options, t
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.launch import aligned_rows
-from nsa_layer.kernels.pooling.mean_pool import unpool
+from nsa_layer.kernels.pooling.mean_pool import mean_pool_backward
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project_backward
 from nsa_layer.support import reads_unions
@@ -247,7 +247,7 @@ def _compress_backward(
             grad.filled = d_mean is not None
             of_means.append(d_mean)
             of_weights.append(d_weight)
-        unpool(*of_means, dk.out, dv.out, **options)
+        mean_pool_backward(*of_means, dk.out, dv.out, **options)
     return of_weights
 
 

@@ -12,7 +12,7 @@ from nsa_layer.cute.varlen import Varlen
 
 
 def pooling_options(spec: CallSpec, varlen: Varlen | None) -> dict:
-    """Options of `pool` and `unpool`."""
+    """Options of `mean_pool` and `mean_pool_backward`."""
     options = dict(block_size=spec.config.span, stride=spec.config.stride)
     return options if varlen is None else options | dict(cu_seqlens=varlen.cu_seqlens_k, cu_blocks=varlen.cu_compressed)
 

@@ -33,10 +33,10 @@ def sum_rounded(
             sum_rounded(pieces, dtype, out=into, kernels=kernels)
         return total
     if kernels and total.is_cuda:
-        from nsa_layer.kernels.pooling.rounded_sum import rounded_sum, takes
+        from nsa_layer.kernels.pooling.rounded_sum import can_sum, rounded_sum
 
         into, *pieces = [x.flatten(0, -3) for x in (total, *present)]
-        if takes(pieces, into):
+        if can_sum(pieces, into):
             rounded_sum(pieces, into)
             return total
     if len(present) == 2 and all(part.dtype == dtype for part in present):

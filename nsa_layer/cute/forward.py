@@ -31,7 +31,7 @@ from nsa_layer.cute.selected import dq_options, selected_options
 from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.gating.forward import gated_sum
-from nsa_layer.kernels.pooling.mean_pool import pool
+from nsa_layer.kernels.pooling.mean_pool import mean_pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
 from nsa_layer.support import device_arch, reads_unions
@@ -151,7 +151,7 @@ def _compressed(
         options = pooling_options(call.spec, varlen)
         if varlen is not None:
             options |= dict(total_blocks=varlen.total_compressed, bounded=not call.spec.lengths_known)
-        k_means, v_mean = pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
+        k_means, v_mean = mean_pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
     if k is None:
         k_scored = k_cmp.float() if scored else None
     else:

@@ -37,7 +37,7 @@ from nsa_layer.kernels.cache_rows.locate import CacheSlots, locate
 from nsa_layer.kernels.cache_rows.move import Pair, append, clear, gather
 from nsa_layer.kernels.decode.step import decode_step, supports
 from nsa_layer.kernels.launch import aligned_rows, rows_aligned
-from nsa_layer.kernels.pooling.mean_pool import pool
+from nsa_layer.kernels.pooling.mean_pool import mean_pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
 from nsa_layer.warm_up.api import compile_missing
@@ -301,7 +301,7 @@ class _Chunk:
         options = dict(block_size=call.config.span, stride=call.config.stride, k_dtypes=(k_dtype,), v_dtype=v_dtype)
         if starts is not None:
             options |= dict(cu_seqlens=starts, cu_blocks=cmp_starts, total_blocks=lead[0])
-        k_means, v_mean = pool(*tokens, **options)
+        k_means, v_mean = mean_pool(*tokens, **options)
         means = k_means[0] if k_means else None, v_mean
         return tuple(x if x is None else aligned_rows(project(x, w).to(call.q.dtype)) for x, w in zip(means, weights))
 

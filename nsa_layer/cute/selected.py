@@ -156,4 +156,4 @@ def token_block_csr(
         where |= dict(cu_blocks=of_blocks, blocks=varlen.total_key_blocks)
     pairs = pairs_by_block(block_indices, heads=Hkv, queries=T, cap=cap, **static, **where)
     numbers = (most_partials(count, cap), block_size, of_blocks, Hs > Hkv)
-    return KeyPairs(pairs.tokens, pairs.items, pairs.row_items, *numbers)
+    return KeyPairs(pairs.tokens, pairs.work_tiles, pairs.row_tiles, *numbers)

@@ -1,7 +1,7 @@
-"""Rows of one head in both layouts: the packed sequence of a row or tile, and 16-byte pieces of a row.
+"""Rows of one head in both layouts: the packed sequence of a row or tile, and 16-byte vectors of a row.
 
-A thread block finds its sequence by itself: sequence s has the tiles from ``start[s] // size + s`` on, which leaves
-room for its last, short tile whatever the lengths are; tiles past a sequence's end have nothing to do.
+A thread block finds its sequence by itself: sequence s has the tiles from ``start[s] // size + s`` on, which counts
+its last, short tile whatever the lengths are; tiles past a sequence's end have nothing to do.
 """
 
 import math
@@ -21,7 +21,7 @@ def tiles_and_batch(x: cute.Tensor, starts: Optional[cute.Tensor], size: int):
 
 
 def place_of_cta(tiles: Int32, H: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-    """(sequence, tile, head, y) of a CTA, heads side by side: x alone has room for every batch."""
+    """(sequence, tile, head, y) of a CTA, heads side by side: x alone is large enough for every batch."""
     unit, y, _ = cute.arch.block_idx()
     row = unit // H
     return row // tiles, row % tiles, unit % H, y

@@ -333,7 +333,7 @@ def test_pairs_are_those_of_the_lists() -> None:
     case = TokenCase(((200, 200), (70, 70)), G=2, cap=30, **PACKED)
     tables = listed_blocks(case, "cpu")
     pairs, found = key_pairs(case, tables), {}
-    for row, begin, end, _ in pairs.items[: pairs.row_items[-1]].tolist():
+    for row, begin, end, _ in pairs.work_tiles[: pairs.row_tiles[-1]].tolist():
         found.setdefault(row, []).extend(pairs.tokens[begin:end].tolist())
     assert len(found) == 12
     for row, tokens in found.items():

@@ -12,8 +12,8 @@ import torch
 from nsa_layer import NSAConfig
 from nsa_layer.call import Call
 from nsa_layer.cute import kvcache
+from nsa_layer.eager import pooling
 from nsa_layer.eager.forward import attend
-from nsa_layer.eager.pooling import mean_pool
 from nsa_layer.kernels.cache_rows.locate import CacheSlots as At
 
 Tensor = torch.Tensor
@@ -24,7 +24,7 @@ BEHIND = 5
 def emulated() -> Iterator[None]:
     """Within, these functions stand for kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        for stand_in in (locate, append, complete_blocks, gather, clear, pool, invalidate_rows):
+        for stand_in in (locate, append, complete_blocks, gather, clear, mean_pool, invalidate_rows):
             patch.setattr(kvcache, stand_in.__name__, stand_in)
         patch.setattr(kvcache, "reads_pages", lambda *_, **__: True)
         patch.setattr(kvcache, "aligned_rows", lambda x: x)
@@ -86,7 +86,7 @@ def complete_blocks(caches, compressed, tables, slots, *, block_size, stride, mo
             assert count <= most
             if count:
                 tokens = cache[_spots(cache, tables[0], b, source, (count - 1) * stride + block_size)]
-                to[_spots(to, tables[1], b, first, count)] = mean_pool(tokens[None], config=config)[0]
+                to[_spots(to, tables[1], b, first, count)] = pooling.mean_pool(tokens[None], config=config)[0]
 
 
 def gather(caches, x, table, slots, fields, cu_seqlens):
@@ -106,15 +106,15 @@ def clear(x, slots, first, cu_seqlens=None):
                 _rows(own, cu_seqlens, b)[at : at + BEHIND] = 0
 
 
-def pool(k, v, *, block_size, stride, k_dtypes, v_dtype, cu_seqlens=None, cu_blocks=None, total_blocks=None):
+def mean_pool(k, v, *, block_size, stride, k_dtypes, v_dtype, cu_seqlens=None, cu_blocks=None, total_blocks=None):
     config = NSAConfig(compress_stride=stride, block_size=block_size)
 
     def means(x: Tensor | None) -> Tensor | None:
         if x is None or cu_seqlens is None:
-            return None if x is None else mean_pool(x, config=config)
+            return None if x is None else pooling.mean_pool(x, config=config)
         parts = x[: cu_seqlens[-1]].split(cu_seqlens.diff().tolist())
         counts, made = cu_blocks.diff().tolist(), x.new_full((total_blocks, *x.shape[1:]), torch.nan)
-        means = [mean_pool(part[None], config=config)[0, :n] for part, n in zip(parts, counts)]
+        means = [pooling.mean_pool(part[None], config=config)[0, :n] for part, n in zip(parts, counts)]
         made[: cu_blocks[-1]] = torch.cat(means)
         return made
 

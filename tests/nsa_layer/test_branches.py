@@ -93,8 +93,8 @@ def test_kernels_pool_what_is_not_given_and_write_every_gradient(
                 if groups == 1 or name in ("k", "v", "k_win", "v_win"):
                     assert any(grad.untyped_storage().data_ptr() in of for of in memory.values()), name
             for x, grad in (("k", "k_cmp"), ("v", "v_cmp")):
-                pooled = inputs.tensors()[x].untyped_storage().data_ptr() in memory.get("pool", ())
-                unpooled = grads[x].untyped_storage().data_ptr() in memory.get("unpool", ())
+                pooled = inputs.tensors()[x].untyped_storage().data_ptr() in memory.get("mean_pool", ())
+                unpooled = grads[x].untyped_storage().data_ptr() in memory.get("mean_pool_backward", ())
                 assert pooled == unpooled == (grad not in own)
 
 

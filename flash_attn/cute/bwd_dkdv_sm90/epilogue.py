@@ -100,7 +100,7 @@ def add_partial_sums(
     work_tiles = WorkTiles.create(pairs, lengths, spec)
     index, columns, _ = cute.arch.block_idx()
     row, part = index // spec.parts, index % spec.parts
-    first, end = work_tiles.row_items[row], work_tiles.row_items[row + 1]
+    first, end = work_tiles.row_tiles[row], work_tiles.row_tiles[row + 1]
     if end - first > 1:
         tidx, _, _ = cute.arch.thread_idx()
         which = cute.arch.make_warp_uniform(tidx // THREADS)

@@ -25,14 +25,14 @@ class KeyPairs(NamedTuple):
     also where it has none, or several where they are many, which add up through partial sums.
 
     Attributes:
-        items: of work tiles, in the order of rows: row, first pair, the one after the last, and the number of the
+        work_tiles: in the order of rows: row, first pair, the one after the last, and the number of the
             partial sum, or -1 where it is the row's only work tile.
         by_head: query heads have lists of their own: `tokens` holds position * G + head of the group of G.
     """
 
     tokens: Tensor  # int32 [pairs], or longer: positions in their sequence, ascending
-    items: Tensor  # int32 [bound, 4]
-    row_items: Tensor  # int32 [rows + 1], work tiles before each row
+    work_tiles: Tensor  # int32 [bound, 4]
+    row_tiles: Tensor  # int32 [rows + 1], work tiles before each row
     partials: int  # bound of the number of partial sums
     block_size: int = ROWS  # keys of a block, a multiple of 64, or 16 or 32
     cu_blocks: Optional[Tensor] = None  # int32 [sequences + 1], blocks before each packed sequence

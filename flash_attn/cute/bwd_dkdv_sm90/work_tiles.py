@@ -42,7 +42,7 @@ class WorkTiles:
 
     work_tiles: cute.Tensor
     tokens: cute.Tensor
-    row_items: cute.Tensor
+    row_tiles: cute.Tensor
     cu_blocks: Optional[cute.Tensor]
     heads: Int32  # of keys and values
     batch: Int32  # sequences that are not packed
@@ -58,11 +58,11 @@ class WorkTiles:
 
     def count(self) -> Int32:
         """Work tiles, of 64 keys each."""
-        return self.row_items[self.row_items.shape[0] - 1] * self.spec.parts
+        return self.row_tiles[self.row_tiles.shape[0] - 1] * self.spec.parts
 
     def place(self, row: Int32, part: Int32) -> tuple[Int32, Int32, Int32]:
         """The sequence, head and first key of a part of a row."""
-        blocks = (self.row_items.shape[0] - 1) // (self.heads * self.batch)
+        blocks = (self.row_tiles.shape[0] - 1) // (self.heads * self.batch)
         rest, block = row // blocks, row % blocks
         if self.cu_blocks is None:
             batch, head = rest // self.heads, rest % self.heads

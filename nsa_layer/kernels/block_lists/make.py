@@ -11,7 +11,7 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import LONGEST
 from nsa_layer.kernels.block_lists.forward import BlocksToTiles
-from nsa_layer.kernels.block_lists.transpose import FEW_WORDS, ITEM, MANY_WORDS, WARPS, BuildK2qCsr
+from nsa_layer.kernels.block_lists.transpose import FEW_WORDS, MANY_WORDS, WARPS, WORK_TILE, BuildK2qCsr
 from nsa_layer.kernels.csr import RowStarts
 from nsa_layer.kernels.launch import launch
 
@@ -30,7 +30,7 @@ def forward_lists(
     cu_tiles: torch.Tensor | None = None,
     cu_rows: torch.Tensor | None = None,
 ) -> BlockSparseTensorsTorch:
-    """The key tiles of each query tile's blocks, as attention's forward takes them.
+    """The key tiles of each query tile's blocks, as attention's forward reads them.
 
     Without a launch where a block is a key tile, with one otherwise.
 
@@ -45,7 +45,7 @@ def forward_lists(
     """
     parts, rows = block_size // kv_tile, -(-T // kv_tile)
     if parts > 1:
-        # The last block may reach past the end, and attention refuses lists with more room than a sequence has tiles.
+        # The last block may reach past the end, and attention refuses lists that are wider than a sequence has tiles.
         # Tiles ascend: those that do not fit are past the end.
         width = block_indices.shape[-1] * parts
         tiles = block_indices.new_empty(*block_indices.shape[:-1], width if cu_tiles is not None else min(width, rows))
@@ -72,14 +72,14 @@ def backward_lists(
     cu_rows: torch.Tensor | None = None,
     rows: int | None = None,
 ) -> BlockSparseTensorsTorch:
-    """Query tiles by key tile in CSR, rows ascending, as attention's backward on SM90 takes them; with GQA and a plan.
+    """Query tiles by key tile in CSR, rows ascending, as attention's backward on SM90 reads them; with GQA and a plan.
 
     Three launches.
 
     Args:
         block_indices, T, block_size, q_tile, kv_tile, causal, cu_tiles, cu_rows: as in `forward_lists`.
         heads: (Hq, Hkv).
-        longest: entries of a plan item at most.
+        longest: entries of a work tile at most.
         rows: packed: key tiles of all sequences.
     """
     (Hq, Hkv), packed, device = heads, cu_tiles is not None, block_indices.device
@@ -90,26 +90,26 @@ def backward_lists(
         cu_rows, rows = torch.empty(B + 1, dtype=torch.int32, device=device), B * -(-T // kv_tile)
     counts = torch.empty(Hkv, rows, dtype=torch.int32, device=device)
     starts = torch.empty(Hkv, rows, dtype=torch.int64, device=device)
-    items_before = torch.empty(Hkv * rows + 1, dtype=torch.int32, device=device)
+    tiles_before = torch.empty(Hkv * rows + 1, dtype=torch.int32, device=device)
     max_nnz = B * Hkv * M * width * parts
     entries = torch.empty(max_nnz, dtype=torch.int32, device=device)
     plan = None
     if planned:
-        # Only a row's last item may be shorter, and empty rows have none.
-        items = (max_nnz + (longest - 1) * min(Hkv * rows, max_nnz)) // longest
-        plan = torch.empty(max(1, items * q_heads_per_list), ITEM, dtype=torch.int32, device=device)
+        # Only a row's last work tile may be shorter, and empty rows have none.
+        work_tiles = (max_nnz + (longest - 1) * min(Hkv * rows, max_nnz)) // longest
+        plan = torch.empty(max(1, work_tiles * q_heads_per_list), WORK_TILE, dtype=torch.int32, device=device)
     longest = longest if planned else 0
     words = -(-T // (32 * q_tile))
     rows_a_cta = min(max(WARPS, -(-rows * Hkv // CTAS)), rows, MANY_WORDS // words)
     read, sizes = (lists, cu_tiles, cu_rows if packed else None, counts), (rows_a_cta, words)
-    room = FEW_WORDS if rows_a_cta * words <= FEW_WORDS else MANY_WORDS
+    capacity = FEW_WORDS if rows_a_cta * words <= FEW_WORDS else MANY_WORDS
     quads = not any(x % 4 for x in (width, lists.storage_offset(), *lists.stride()[:3]))
-    static = (room, causal, q_tile, kv_tile, parts, quads, q_heads_per_list, longest)
+    static = (capacity, causal, q_tile, kv_tile, parts, quads, q_heads_per_list, longest)
     launch("build_k2q_csr", BuildK2qCsr, static, *read, *(None,) * 4, *sizes)
     filled = None if packed else cu_rows
     flat = counts.view(-1), starts.view(-1)
-    launch("row_starts", RowStarts, (longest,), *flat, items_before, None, filled, rows // B)
-    launch("build_k2q_csr", BuildK2qCsr, static, *read, starts, items_before, entries, plan, *sizes)
+    launch("row_starts", RowStarts, (longest,), *flat, tiles_before, None, filled, rows // B)
+    launch("build_k2q_csr", BuildK2qCsr, static, *read, starts, tiles_before, entries, plan, *sizes)
     return BlockSparseTensorsTorch(
         counts, entries, block_size=(q_tile, kv_tile), cu_total_n_blocks=cu_rows, cu_block_idx_offsets=starts, plan=plan
     )

@@ -14,26 +14,26 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.utils import warp_prefix_sum
-from nsa_layer.kernels.csr import num_items
+from nsa_layer.kernels.csr import num_work_tiles
 
 THREADS = 512
 WARPS = THREADS // 32
 FEW_WORDS, MANY_WORDS = 8 << 10, 48 << 10  # of 32 bits, in a CTA's bitmap
-ITEM = 8  # numbers of a plan item
-FILLERS = 1024  # CTAs, at most, that fill a plan's unused room
+WORK_TILE = 8  # numbers of a work tile
+FILLERS = 1024  # CTAs, at most, that fill a plan's unused capacity
 
 
 class BuildK2qCsr:
-    """Row counts of the transposed lists; where their `starts` are given, entries and `plan` items instead.
+    """Row counts of the transposed lists; where their `starts` are given, entries and the work tiles of `plan` instead.
 
-    As many entries as `lists` has places is room enough. The bitmap has room for `rows_a_cta` rows of `words_a_row`.
+    As many entries as in `lists` are enough. The bitmap has capacity for `rows_a_cta` rows of `words_a_row`.
 
     Args:
         words: of the bitmap.
         parts: key tiles of a block.
         quads: lists can be read four entries at a time.
         q_heads_per_list: query heads that have the same list.
-        longest: entries of a plan item at most.
+        longest: entries of a work tile at most.
     """
 
     def __init__(
@@ -50,13 +50,14 @@ class BuildK2qCsr:
         self.words, self.causal, self.q_tile, self.kv_tile, self.parts = words, causal, q_tile, kv_tile, parts
         self.quads, self.q_heads_per_list, self.longest = quads, q_heads_per_list, longest
         lists = "batch H M n @16" if quads else "batch H M n"
-        self.shapes = lists, "starts", "starts", "H rows", "H rows", "items", "nnz", "plan 8 @32"
+        self.shapes = lists, "starts", "starts", "H rows", "H rows", "work_tiles", "nnz", "plan 8 @32"
 
     @cute.jit
     def __call__(self, *arguments):
         """Lists [B, H, M, n] of blocks, -1 for none, packed [1, H, all M, n]; query tiles and key tiles before each
-        packed sequence; counts and starts [H, B * N], packed [H, all N]; items before each row [H * B * N + 1]; entries
-        [nnz]; plan [items, ITEM]; rows of a CTA, words of a row, stream. From starts on tensors may be None."""
+        packed sequence; counts and starts [H, B * N], packed [H, all N]; work tiles before each row [H * B * N + 1];
+        entries [nnz]; plan [work_tiles, WORK_TILE]; rows of a CTA, words of a row, stream. From starts on tensors may
+        be None."""
         tensors, (rows_a_cta, words_a_row, stream) = arguments[:8], arguments[8:]
         (batch, heads, _, _), counts = tensors[0].shape, tensors[3]
         grid = [cute.ceil_div(counts.shape[1] // batch, rows_a_cta) * heads * batch, 1, 1]
@@ -64,7 +65,7 @@ class BuildK2qCsr:
 
     @cute.kernel
     def kernel(self, tensors: tuple, rows_a_cta: Int32, words_a_row: Int32):
-        lists, cu_tiles, cu_rows, counts, starts, items_before, entries, plan = tensors
+        lists, cu_tiles, cu_rows, counts, starts, tiles_before, entries, plan = tensors
         tidx = cute.arch.thread_idx()[0]
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta = cute.arch.block_idx()[0]
@@ -121,14 +122,14 @@ class BuildK2qCsr:
                 if const_expr(plan is not None):
                     segment_of_row = head * counts.shape[1] + first_row
                     own_row = (segment_of_row, rows, sequence, head, n, place, start)
-                    self.write_items(plan, counts, items_before, own_row, lane)
+                    self.write_work_tiles(plan, counts, tiles_before, own_row, lane)
         if const_expr(plan is not None):
-            # Fill the plan's unused room with empty items.
-            items = items_before[items_before.shape[0] - 1] * self.q_heads_per_list
+            # Fill the plan's unused capacity with empty work tiles.
+            work_tiles = tiles_before[tiles_before.shape[0] - 1] * self.q_heads_per_list
             fillers = cutlass.min(cute.arch.grid_dim()[0], FILLERS)
             if cta < fillers:
-                for i in cutlass.range(items + cta * THREADS + tidx, plan.shape[0], fillers * THREADS):
-                    for field in cutlass.range_constexpr(ITEM):
+                for i in cutlass.range(work_tiles + cta * THREADS + tidx, plan.shape[0], fillers * THREADS):
+                    for field in cutlass.range_constexpr(WORK_TILE):
                         plan[i, field] = Int32(0)
 
     @cute.jit
@@ -168,29 +169,31 @@ class BuildK2qCsr:
             written += cute.arch.shuffle_sync(through, 31)
 
     @cute.jit
-    def write_items(self, plan: cute.Tensor, counts: cute.Tensor, items_before: cute.Tensor, row: tuple, lane: Int32):
-        """Write a row's plan items for all query heads of this list: head by head, a sequence's rows side by side.
+    def write_work_tiles(
+        self, plan: cute.Tensor, counts: cute.Tensor, tiles_before: cute.Tensor, row: tuple, lane: Int32
+    ):
+        """Write a row's work tiles for all query heads of this list: head by head, a sequence's rows side by side.
 
         row: the place of the sequence's first row among all heads', how many rows it has, its number, the head, the
         row's number in the sequence and in the head, and its start.
         """
         segment, rows, sequence, head, n, place, start = row
         count = counts[head, place]
-        pieces = num_items(count, self.longest)
-        first, end, own = items_before[segment], items_before[segment + rows], items_before[segment + n]
-        first_item = self.q_heads_per_list * first + own - first
-        for i in cutlass.range(lane, pieces * self.q_heads_per_list, 32):
-            copy, piece = i // pieces, i % pieces
-            at = first_item + copy * (end - first) + piece
-            item = (
+        number = num_work_tiles(count, self.longest)
+        first, end, own = tiles_before[segment], tiles_before[segment + rows], tiles_before[segment + n]
+        first_tile = self.q_heads_per_list * first + own - first
+        for i in cutlass.range(lane, number * self.q_heads_per_list, 32):
+            copy, index = i // number, i % number
+            at = first_tile + copy * (end - first) + index
+            numbers = (
                 sequence,
                 head * self.q_heads_per_list + copy,
                 n,
-                count * piece // pieces,
-                count * (piece + 1) // pieces,
+                count * index // number,
+                count * (index + 1) // number,
                 i,
                 Int32(start & 0xFFFFFFFF),
                 Int32(start >> 32),
             )
-            for field in cutlass.range_constexpr(ITEM):
-                plan[at, field] = item[field]
+            for field in cutlass.range_constexpr(WORK_TILE):
+                plan[at, field] = numbers[field]

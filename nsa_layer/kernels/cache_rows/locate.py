@@ -93,16 +93,16 @@ class LocateSlots:
                 exist = exist and count <= cmp_page * mCmp_table.shape[1]
             there = Int32(exist and T > 0)
             before = self.compressed(end - T)
-            made = count - before
+            completed = count - before
             mSlots[CacheSlots.FIRST, s] = (end - T) * there
             mSlots[CacheSlots.NEW, s] = T * there
             mSlots[CacheSlots.END, s] = end * there
             mSlots[CacheSlots.CMP_FIRST, s] = before * there
-            mSlots[CacheSlots.CMP_NEW, s] = made * there
+            mSlots[CacheSlots.CMP_NEW, s] = completed * there
             mSlots[CacheSlots.CMP_END, s] = count * there
             mSlots[CacheSlots.SOURCE, s] = before * self.blocks.stride * there
-            source = (made - 1) * self.blocks.stride + self.blocks.span
-            mSlots[CacheSlots.SOURCE_TOKENS, s] = source * there * Int32(made > 0)
+            source = (completed - 1) * self.blocks.stride + self.blocks.span
+            mSlots[CacheSlots.SOURCE_TOKENS, s] = source * there * Int32(completed > 0)
             mSlots[CacheSlots.INVALID, s] = Int32(T > 0) * (1 - there)
             mSlots[CacheSlots.START, s] = Int32(0)
             window = cutlass.max(end - T - self.blocks.window + 1, 0)

@@ -64,9 +64,9 @@ def append(spec: DecodeSpec, sequence: Sequence, stored: Stored, head: Int32, th
             first = (tidx // lanes + i) % (threads // lanes)
             for token in cutlass.range(first, sequence.T, threads // lanes, unroll=1):
                 at = sequence.position(token)
-                piece = fragment(new_row(new, sequence, token, head), tidx % lanes, VECTOR)
+                chunk = fragment(new_row(new, sequence, token, head), tidx % lanes, VECTOR)
                 target = cache[table.page(at), table.within(at), head, None]
-                cute.autovec_copy(piece, cute.local_tile(target, (VECTOR,), (tidx % lanes,)))
+                cute.autovec_copy(chunk, cute.local_tile(target, (VECTOR,), (tidx % lanes,)))
 
 
 @cute.jit
@@ -85,38 +85,38 @@ def complete(
     lanes, groups, table = spec.D // VECTOR, threads * VECTOR // spec.D, keys.table(sequence)
     lane, group = tidx % lanes, tidx // lanes
     targets = [cache[table.page(j), table.within(j), head, None] for cache in keys.caches]
-    made = [i for i in range(2) if keys.new[i] is None]
+    missing = [i for i in range(2) if keys.new[i] is None]
     for i in cutlass.range_constexpr(2):
         if const_expr(keys.new[i] is not None):
             if group == 0:
                 before, _ = sequence.completed()
-                piece = fragment(new_row(keys.new[i], sequence, j - before, head), lane, VECTOR)
-                cute.autovec_copy(piece, cute.local_tile(targets[i], (VECTOR,), (lane,)))
-    if const_expr(len(made) > 0):
-        sums, own = cute.make_rmem_tensor((VECTOR, len(made)), Float32), tokens.table(sequence)
+                chunk = fragment(new_row(keys.new[i], sequence, j - before, head), lane, VECTOR)
+                cute.autovec_copy(chunk, cute.local_tile(targets[i], (VECTOR,), (lane,)))
+    if const_expr(len(missing) > 0):
+        sums, own = cute.make_rmem_tensor((VECTOR, len(missing)), Float32), tokens.table(sequence)
         sums.fill(0.0)
         for token in cutlass.range(group, spec.span, groups, unroll=8):
             at = j * spec.stride + token
             page = own.page(at)
-            for n in cutlass.range_constexpr(len(made)):
-                piece = fragment(tokens.token(made[n], own, page, at, head), lane, VECTOR)
+            for n in cutlass.range_constexpr(len(missing)):
+                chunk = fragment(tokens.token(missing[n], own, page, at, head), lane, VECTOR)
                 for x in cutlass.range_constexpr(VECTOR):
-                    sums[x, n] += piece[x].to(Float32)
-        sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups, len(made))))
-        for n in cutlass.range_constexpr(len(made)):
+                    sums[x, n] += chunk[x].to(Float32)
+        sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups, len(missing))))
+        for n in cutlass.range_constexpr(len(missing)):
             for x in cutlass.range_constexpr(VECTOR):
                 sLines[lane * VECTOR + x, group, n] = sums[x, n]
         cute.arch.sync_threads()
         if tidx < spec.D:
-            for n in cutlass.range_constexpr(len(made)):
+            for n in cutlass.range_constexpr(len(missing)):
                 total = Float32(0.0)
                 for line in cutlass.range_constexpr(groups):
                     total += sLines[tidx, line, n]
                 sLines[tidx, 0, n] = total * (1.0 / spec.span)
         cute.arch.sync_threads()
         if tidx < spec.D:
-            for n in cutlass.range_constexpr(len(made)):
-                i = made[n]
+            for n in cutlass.range_constexpr(len(missing)):
+                i = missing[n]
                 mean = sLines[tidx, 0, n]
                 if const_expr(weights[i] is not None):
                     mean = Float32(0.0)

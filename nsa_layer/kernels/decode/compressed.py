@@ -1,7 +1,7 @@
-"""The compressed branch over pieces of its keys, and the launch of its own that it has where they are many.
+"""The compressed branch over splits of its keys, and the launch of its own that it has where they are many.
 
-A thread block has up to 16 rows of a key/value head and a piece of the compressed keys. Scores go to memory for the
-selection. The last piece has the keys that this call completes, too; its thread blocks look at all the sequence's pages
+A thread block has up to 16 rows of a key/value head and a split of the compressed keys. Scores go to memory for the
+selection. The last split has the keys that this call completes, too; its thread blocks look at all the sequence's pages
 first, since a sequence that is led out of the caches writes nothing. Those of a further 16 rows write the same again,
 rather than wait for one another.
 """
@@ -196,10 +196,10 @@ class RowTile:
         stats: cute.Tensor,
         acc: cute.Tensor,
         first: Int32,
-        piece: Int32,
+        split: Int32,
     ):
-        """Write a piece of the rows' partial results, as `write_partial` does; `first`: where the rows begin there."""
+        """Write a split of the rows' partial results, as `write_partial` does; `first`: where the rows begin there."""
         if self.begin < self.end:
-            write_partial(rows, sStats, sAcc, stats, acc, first, self.count, piece)
+            write_partial(rows, sStats, sAcc, stats, acc, first, self.count, split)
         else:
-            write_nothing(stats[None, piece, None], first, self.count)
+            write_nothing(stats[None, split, None], first, self.count)

@@ -147,7 +147,7 @@ class SelectedDecode:
             own.attend(rows, window, None, groups)
             write_partial(rows, *shared, merged.of_rows(SWA), merged.sums_of_rows(SWA), Int32(0), own.count, Int32(0))
         cute.arch.cluster_wait()
-        listed = self.make_list(own.t, selection.gather(), selection.found, sList)
+        listed = self.make_list(own.t, selection.gather(), selection.gathered, sList)
         if const_expr(mLists is not None):
             if valid & (own.token < sequence.T) & (own.share == 0) & (own.first == 0):
                 write_list(mLists[b, own.token, head, None], sList, listed)
@@ -189,13 +189,13 @@ class SelectedDecode:
                     first, block = tidx >= spec.local, cutlass.min(own, most - 1) - tidx
                 sList[tidx] = cutlass.select_(first, block, own - tidx)
         cute.arch.sync_threads()
-        room = cutlass.max(spec.n - forced, 0)
+        wanted = cutlass.max(spec.n - forced, 0)
         for i in cutlass.range(tidx, found, WARP * self.warps, unroll=1):
             rank = rank_of(sBest, i, found)
-            if (rank < room) & (sBest[i] >= 0):
+            if (rank < wanted) & (sBest[i] >= 0):
                 sList[forced + rank] = unpack_block(sBest[i])
         cute.arch.sync_threads()
-        return forced + cutlass.min(room, end - begin)
+        return forced + cutlass.min(wanted, end - begin)
 
 
 @dataclass(frozen=True)
@@ -269,10 +269,10 @@ class RowShare:
             row, part = self.tile.first_row + self.row(slot // self.ways), Part.nothing()
             last = stats.shape[1] - 1
             for begin in cutlass.range(slot % self.ways, last + 1, self.ways * AT_ONCE, unroll=1):
-                pieces = [begin + n * self.ways for n in range(AT_ONCE)]
-                places = [cutlass.min(piece, last) for piece in pieces]
-                theirs = [(stats[row, at, None], acc[row, at, None]) for at in places]
-                part.add_all(theirs, [piece <= last for piece in pieces], lane)
+                splits = [begin + n * self.ways for n in range(AT_ONCE)]
+                clamped = [cutlass.min(split, last) for split in splits]
+                theirs = [(stats[row, at, None], acc[row, at, None]) for at in clamped]
+                part.add_all(theirs, [split <= last for split in splits], lane)
             part.write(merged.stats[None, slot, CMP], merged.sums[None, slot, CMP], lane)
 
     @cute.jit
@@ -280,30 +280,30 @@ class RowShare:
         """Gates of the rows, to shared memory; a group's threads together."""
         lane, group, groups = self.group()
         tile = self.tile
-        for turn in cutlass.range(cute.ceil_div(self.count, groups), unroll=1):
-            i = turn * groups + group
+        for step in cutlass.range(cute.ceil_div(self.count, groups), unroll=1):
+            i = step * groups + group
             h = tile.q_head(cutlass.min(self.row(i), tile.count - 1))
-            found = self.gates(mQ, mW, mGates, h, lane)
+            gates = self.gates(mQ, mW, mGates, h, lane)
             if (lane == 0) & (i < self.count):
                 for n in cutlass.range_constexpr(3):
-                    merged.gates[n, i] = found[n]
+                    merged.gates[n, i] = gates[n]
 
     def gates(
         self, mQ: cute.Tensor, mW: cute.Tensor | None, mGates: cute.Tensor | None, head: Int32, lane: Int32
     ) -> list[Float32]:
         tile = self.tile
         if mGates is not None:
-            given = new_row(mGates, tile.sequence, tile.token, head)
-            return [given[n].to(Float32) for n in range(3)]
+            gates = new_row(mGates, tile.sequence, tile.token, head)
+            return [gates[n].to(Float32) for n in range(3)]
         if mW is None:
             return [Float32(EQUAL_SHARE)] * 3
-        q, found = fragment(new_row(mQ, tile.sequence, tile.token, head), lane), []
+        q, gates = fragment(new_row(mQ, tile.sequence, tile.token, head), lane), []
         for n in range(3):
             w = fragment(mW[head, n, None], lane)
             total = sum(q[x].to(Float32) * w[x].to(Float32) for x in range(COLUMNS))
             total = cute.arch.warp_reduction_sum(total, threads_in_group=tile.spec.D // COLUMNS)
-            found.append(cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * total)))
-        return found
+            gates.append(cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * total)))
+        return gates
 
     def add_blocks(self, parts: list[Part], merged: Merged, row: Int32, begin: Int32, count: int, lane: Int32) -> None:
         """Add a row's parts of so many thread blocks of the cluster, as far as they are there."""

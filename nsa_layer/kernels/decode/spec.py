@@ -84,8 +84,8 @@ class StepTensors(NamedTuple):
     compress_k_weight: Tensor | None = "Hkv D D"
     compress_v_weight: Tensor | None = "Hkv D D"
     scores: Tensor = "B Hkv R keys@16"
-    stats: Tensor | None = "B Hkv R pieces 2"
-    acc: Tensor | None = "B Hkv R pieces D"
+    stats: Tensor | None = "B Hkv R splits 2"
+    acc: Tensor | None = "B Hkv R splits D"
     valid: Tensor = "B Hkv"
 
 

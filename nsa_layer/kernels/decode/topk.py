@@ -1,6 +1,6 @@
-"""The best of a token's blocks, by the compressed branch's probabilities, found by the thread blocks of a cluster.
+"""The best of a token's blocks, by the compressed branch's probabilities, gathered by the thread blocks of a cluster.
 
-A block's importance needs the log-sum-exps of its group's heads, which the compressed branch left in pieces. Of 32
+A block's importance needs the log-sum-exps of its group's heads, which the compressed branch left by splits. Of 32
 groups of a thread block's blocks, as many as are asked for have a best one at least as good as a bound: blocks below it
 are not among the best, and the few others are ranked. The cluster's best lie in shared memory, where each thread block
 ranks them once more. A candidate is one int64 that orders as (score, earlier block first), below 0 where there is none.
@@ -24,7 +24,7 @@ from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
 from nsa_layer.kernels.select_by_token.candidates import NOTHING, candidate
 
 NAN_BITS = 0x7FFFFFFF  # NaN is best
-SHARE = 8  # threads that share a head's pieces
+SHARE = 8  # threads that share a head's splits
 GROUPS = 32  # of a thread block's blocks
 MOST_LOADED = 64  # scores that a thread loads before it knows what they count
 
@@ -34,13 +34,13 @@ class Selection:
     """A thread block's part of a token's selection, round after round of `each` blocks in a thread.
 
     Attributes:
-        whole: the cluster's thread blocks have the pieces of the compressed branch, each one.
+        whole: the cluster's thread blocks have the splits of the compressed branch, each one.
         lse: fp32 [G] in shared memory: of the group's heads, in units of log2.
         tops: int32 [GROUPS] in shared memory: bits of the groups' best scores.
         count: int32 [1] in shared memory: of `best`.
         best: int64 in shared memory: what may be among the best, in any order.
         top: int64 [spec.chosen] in shared memory: the best, which the cluster's other thread blocks read.
-        found: int64 [the cluster's thread blocks, at most, * spec.chosen] in shared memory: theirs and its own.
+        gathered: int64 [the cluster's thread blocks, at most, * spec.chosen] in shared memory: theirs and its own.
     """
 
     tile: TokenTile
@@ -51,7 +51,7 @@ class Selection:
     count: cute.Tensor
     best: cute.Tensor
     top: cute.Tensor
-    found: cute.Tensor
+    gathered: cute.Tensor
 
     @classmethod
     def of(cls, smem: SmemAllocator, tile: TokenTile, each: int, whole: bool) -> Selection:
@@ -68,16 +68,16 @@ class Selection:
         spec = self.tile.spec
         return (spec.span + spec.block_size) // spec.stride - 1
 
-    def first_block(self, turn: Int32) -> Int32:
+    def first_block(self, step: Int32) -> Int32:
         """This thread's first block of a round."""
         tile = self.tile
-        return (turn * tile.shares * tile.warps + tile.group) * (WARP * self.each) + cute.arch.lane_idx()
+        return (step * tile.shares * tile.warps + tile.group) * (WARP * self.each) + cute.arch.lane_idx()
 
     @cute.jit
     def select(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean, window: Stored, groups: Int32):
         """Find this thread block's best; all threads together. Scores are loaded whether they count or not.
 
-        stats: fp32 [R, pieces, 2] of the key/value head's rows, or [ROWS, 1, 2] in the cluster's shared memory.
+        stats: fp32 [R, splits, 2] of the key/value head's rows, or [ROWS, 1, 2] in the cluster's shared memory.
         If `whole`, the window's second groups are sent for to the L2; before log-sum-exps, they would delay these.
         """
         tile, spec = self.tile, self.tile.spec
@@ -99,8 +99,8 @@ class Selection:
         begin, end = candidates(spec, tile.t)
         end = cutlass.select_(valid & (tile.token < tile.sequence.T), end, Int32(0))
         rounds = cutlass.max(cute.ceil_div(end, tile.shares * tile.warps * WARP * self.each), 1)
-        for turn in cutlass.range(rounds, unroll=1):
-            bits, first_block = cute.make_rmem_tensor((self.each,), Int32), self.first_block(turn)
+        for step in cutlass.range(rounds, unroll=1):
+            bits, first_block = cute.make_rmem_tensor((self.each,), Int32), self.first_block(step)
             for i in cutlass.range_constexpr(self.each):
                 block, total = first_block + i * WARP, Float32(0.0)
                 for x in cutlass.range_constexpr(self.overlapping):
@@ -118,13 +118,13 @@ class Selection:
                 score = cutlass.select_(total == total, bits_of(total), Int32(NAN_BITS))
                 bits[i] = cutlass.select_((block >= begin) & (block < end), score, Int32(-1))
             if const_expr(early):
-                if turn + 1 < rounds:
-                    self.load(loaded, scores, first, turn + 1)
+                if step + 1 < rounds:
+                    self.load(loaded, scores, first, step + 1)
             self.keep(bits, first_block)
             self.rank()
 
-    def load(self, loaded: cute.Tensor, scores: cute.Tensor, first: Int32, turn: Int32) -> None:
-        spec, first_block = self.tile.spec, self.first_block(turn)
+    def load(self, loaded: cute.Tensor, scores: cute.Tensor, first: Int32, step: Int32) -> None:
+        spec, first_block = self.tile.spec, self.first_block(step)
         for i in range(self.each):
             for x in range(self.overlapping):
                 there = self.key_of(first_block + i * WARP, x, scores.shape[1])
@@ -152,13 +152,13 @@ class Selection:
 
     @cute.jit
     def log_sum_exp(self, stats: cute.Tensor, row: Int32) -> Float32:
-        """The log-sum-exp of a row's pieces, in units of log2; by `SHARE` neighbouring threads."""
+        """The log-sum-exp of a row's splits, in units of log2; by `SHARE` neighbouring threads."""
         count = self.tile.shares if self.whole else stats.shape[1]
         lane, top, total = cute.arch.lane_idx() % SHARE, -Float32.inf, Float32(0.0)
         for begin in cutlass.range(lane, count, 2 * SHARE, unroll=1):
-            places = [begin, begin + SHARE]
-            parts = [self.piece(stats, row, cutlass.min(i, count - 1)) for i in places]
-            tops = [Float32(cutlass.select_(i < count, part[0], -Float32.inf)) for i, part in zip(places, parts)]
+            indices = [begin, begin + SHARE]
+            parts = [self.split(stats, row, cutlass.min(i, count - 1)) for i in indices]
+            tops = [Float32(cutlass.select_(i < count, part[0], -Float32.inf)) for i, part in zip(indices, parts)]
             highest = cute.arch.fmax(top, cute.arch.fmax(*tops))
             total *= exp2(top - finite(highest))
             for own, part in zip(tops, parts):
@@ -168,8 +168,8 @@ class Selection:
         total = cute.arch.warp_reduction_sum(total * exp2(top - shift), threads_in_group=SHARE)
         return shift + cute.math.log2(total)
 
-    def piece(self, stats: cute.Tensor, row: Int32, i: Int32) -> cute.Tensor:
-        """Maximum and sum of a row's piece."""
+    def split(self, stats: cute.Tensor, row: Int32, i: Int32) -> cute.Tensor:
+        """Maximum and sum of a row's split."""
         if self.whole:
             there = cute.make_tensor(cute.arch.map_dsmem_ptr(stats.iterator, i), stats.layout)
             return fragment(there[row - self.tile.first_row, 0, None], Int32(0), 2)
@@ -221,12 +221,12 @@ class Selection:
 
     @cute.jit
     def gather(self) -> Int32:
-        """Candidates of the cluster, to `found`; returns their number. Their thread blocks have chosen."""
+        """Candidates of the cluster, to `gathered`; returns their number. Their thread blocks have chosen."""
         chosen, (tidx, _, _) = self.tile.spec.chosen, cute.arch.thread_idx()
         count = self.tile.shares * chosen
         for i in cutlass.range(tidx, count, WARP * self.tile.warps, unroll=1):
             theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(self.top.iterator, i // chosen), self.top.layout)
-            self.found[i] = fragment(theirs, i % chosen, 1)[0]
+            self.gathered[i] = fragment(theirs, i % chosen, 1)[0]
         return count
 
 

@@ -355,8 +355,8 @@ def gated_sum_backward(
 
     g = g if weighed or given else None
     branches = (o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa, *stats)
-    made = (dq, sums, d_gates, *(do_branches or (None, None, None)))
-    tensors = (do, *branches, g, q, weight, *made, cu_seqlens)
+    outputs = (dq, sums, d_gates, *(do_branches or (None, None, None)))
+    tensors = (do, *branches, g, q, weight, *outputs, cu_seqlens)
     launch("gated_sum_backward", GatedSumBackward, (rows, tile_m), *tensors, ctas)
     d_weight = reduce_partials(sums, weight.dtype).to(gate_weight.dtype) if weighed else None
     d_gates = d_gates.to(gates.dtype) if given else None

@@ -33,10 +33,10 @@ class ReducePartials:
         total = Float32(0.0)
         count = mSums.shape[0]
         for first in cutlass.range(part, count, self.parts * self.at_once, unroll=1):
-            places = [first + n * self.parts for n in range(self.at_once)]
-            loads = [mSums[cutlass.min(place, count - 1), column] for place in places]
-            for place, x in zip(places, loads):
-                total += Float32(cutlass.select_(place < count, x, Float32(0.0)))
+            rows = [first + n * self.parts for n in range(self.at_once)]
+            loads = [mSums[cutlass.min(row, count - 1), column] for row in rows]
+            for row, x in zip(rows, loads):
+                total += Float32(cutlass.select_(row < count, x, Float32(0.0)))
         sParts[lane, part] = total
         cute.arch.sync_threads()
         if part == 0:

@@ -80,31 +80,31 @@ class PoolKernel:
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, places: tuple, slots: Optional[cute.Tensor], tiles: Int32):
+    def kernel(self, tensors: tuple, starts_or_tables: tuple, slots: Optional[cute.Tensor], tiles: Int32):
         mK, mV, mKMean, mKMeanToo, mVMean = tensors
         batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
         tables = (None, None)
         if const_expr(slots is not None):
-            tables = places
+            tables = starts_or_tables
             fields = CacheSlots.SOURCE, CacheSlots.CMP_FIRST, CacheSlots.CMP_NEW
             token, row, rows = (slots[field, batch] for field in fields)
-        elif const_expr(places[1] is not None):
-            cu_seqlens, cu_blocks = places
+        elif const_expr(starts_or_tables[1] is not None):
+            cu_seqlens, cu_blocks = starts_or_tables
             s = sequence_at(cu_blocks, tile, self.blocks)
             token, row = cu_seqlens[s], cu_blocks[s]
             rows = cu_blocks[s + 1] - row
             tile -= row // self.blocks + s
         first = tile * self.blocks
         count = cutlass.min(rows - first, self.blocks)
-        place = (token + first * self.pooling.d, row + first, count)
+        span = (token + first * self.pooling.d, row + first, count)
         smem = cutlass.utils.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout(self.smem_floats), byte_alignment=16)
         if count > 0:
             if is_value == 0:
-                self.pool_tile((mK, mKMean, mKMeanToo), tables, (batch, head), place, sums, self.key)
+                self.pool_tile((mK, mKMean, mKMeanToo), tables, (batch, head), span, sums, self.key)
             elif const_expr(mV is not None):
-                self.pool_tile((mV, mVMean, None), tables, (batch, head), place, sums, self.value)
+                self.pool_tile((mV, mVMean, None), tables, (batch, head), span, sums, self.value)
 
     @cute.jit
     def pool_tile(
@@ -112,14 +112,14 @@ class PoolKernel:
         tensors: tuple,
         tables: tuple,
         where: tuple,
-        place: tuple,
+        span: tuple,
         sums: cute.Tensor,
         plan: cutlass.Constexpr[Segments],
     ):
-        """tensors: tokens, their means, and these in another dtype; where: sequence and head; place: first token, first
+        """tensors: tokens, their means, and these in another dtype; where: sequence and head; span: first token, first
         mean, and number of means."""
         x, mean, mean_too = tensors
-        token, row, count = place
+        token, row, count = span
         self.sum_segments((x, tables[0], *where), token, count, sums, plan)
         cute.arch.sync_threads()
         self.write_means(sums, (mean, tables[1], *where), (mean_too, None, *where), row, count, plan)
@@ -218,16 +218,16 @@ class UnpoolKernel:
             start, end, row = mCuSeqlens[s], mCuSeqlens[s + 1], mCuBlocks[s]
             rows = mCuBlocks[s + 1] - row
             tile -= start // self.tokens + s
-        place = (start, end, row, rows)
+        span = (start, end, row, rows)
         if is_value == 0:
-            self.scatter(head_rows(mdKMean, batch, head), head_rows(mdK, batch, head), tile, place, self.D)
+            self.scatter(head_rows(mdKMean, batch, head), head_rows(mdK, batch, head), tile, span, self.D)
         elif const_expr(mdV is not None):
-            self.scatter(head_rows(mdVMean, batch, head), head_rows(mdV, batch, head), tile, place, self.Dv)
+            self.scatter(head_rows(mdVMean, batch, head), head_rows(mdV, batch, head), tile, span, self.Dv)
 
     @cute.jit
-    def scatter(self, d_mean: cute.Tensor, dx: cute.Tensor, tile: Int32, place: tuple, D: cutlass.Constexpr[int]):
-        """d_mean: [Tc, D], dx: [T, D]; place: the sequence's tokens from start to end, its blocks from row on."""
-        start, end, row, rows = place
+    def scatter(self, d_mean: cute.Tensor, dx: cute.Tensor, tile: Int32, span: tuple, D: cutlass.Constexpr[int]):
+        """d_mean: [Tc, D], dx: [T, D]; span: the sequence's tokens from start to end, its blocks from row on."""
+        start, end, row, rows = span
         lanes, scale = D // VECTOR, mean_scale(self.pooling.overlap)
         groups = THREADS // lanes
         tidx, _, _ = cute.arch.thread_idx()
@@ -252,7 +252,7 @@ class UnpoolKernel:
                         cute.autovec_copy(rounded, vector(here, u, lane, VECTOR))
 
 
-def pool(
+def mean_pool(
     k: Optional[Tensor],
     v: Optional[Tensor],
     *,
@@ -281,7 +281,7 @@ def pool(
     if k is None:
         static = dict(block_size=block_size, stride=stride, v_dtype=v_dtype)
         starts = dict(cu_seqlens=cu_seqlens, cu_blocks=cu_blocks, total_blocks=total_blocks, bounded=bounded)
-        (v_mean,), _ = pool(v, None, k_dtypes=(v_dtype,), **static, **starts)
+        (v_mean,), _ = mean_pool(v, None, k_dtypes=(v_dtype,), **static, **starts)
         return (), v_mean
     D, Dv = k.shape[-1], 0 if v is None else v.shape[-1]
     blocks = (total_blocks,) if k.dim() == 3 else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
@@ -292,11 +292,11 @@ def pool(
         return k_means, v_mean
     too = k_means[1] if len(k_means) == 2 else None
     static = (Pooling(block_size, stride), D, Dv)
-    launch("pool", PoolKernel, static, k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks, None, 0)
+    launch("mean_pool", PoolKernel, static, k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks, None, 0)
     return k_means, v_mean
 
 
-def unpool(
+def mean_pool_backward(
     dk_cmp: Optional[Tensor],
     dv_cmp: Optional[Tensor],
     dk: Tensor,
@@ -307,13 +307,13 @@ def unpool(
     cu_seqlens: Optional[Tensor] = None,
     cu_blocks: Optional[Tensor] = None,
 ) -> None:
-    """Backward of `pool` in one launch: the gradient of every token, rounded once; 0 outside of complete blocks.
+    """Backward of `mean_pool` in one launch: the gradient of every token, rounded once; 0 outside of complete blocks.
 
     Args:
         dk_cmp, dv_cmp: gradients of the means, [B, Tc, H, D] and [B, Tc, H, Dv], fp16, bf16 or fp32; packed:
             [total_blocks, H, ...]. Either may be None: then dk, or dv, is not written.
         dk, dv: written, of k's and v's shape and dtype; heads and tokens may have any stride.
-        cu_seqlens, cu_blocks: as in `pool`.
+        cu_seqlens, cu_blocks: as in `mean_pool`.
     """
     if dk_cmp is None and dv_cmp is None:
         return
@@ -327,4 +327,4 @@ def unpool(
                 out.zero_()
         return
     static = (Pooling(block_size, stride), dk.shape[-1], 0 if dv is None else dv.shape[-1])
-    launch("unpool", UnpoolKernel, static, dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)
+    launch("mean_pool_backward", UnpoolKernel, static, dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)

@@ -45,27 +45,27 @@ class RoundedSum:
         row = bidx * self.rows + n // self.lanes
         inside = (n < self.rows * self.lanes) & (row < T * H)
         row = cutlass.min(row, T * H - 1)  # others read the last row: a branch would part the loads
-        place = row // H, row % H, n % self.lanes
-        loads = [self.load(x, *place) for x in parts]
+        element = row // H, row % H, n % self.lanes
+        loads = [self.load(x, *element) for x in parts]
         total = loads[0].load().to(Float32)
         for x in loads[1:]:
             total = total + x.load().to(Float32)
         rounded = cute.make_rmem_tensor(VECTOR, mOut.element_type)
         rounded.store(total.to(mOut.element_type))
         if inside:
-            cute.autovec_copy(rounded, self.vector(mOut, *place))
+            cute.autovec_copy(rounded, self.vector(mOut, *element))
 
-    def load(self, x: cute.Tensor, *place: Int32) -> cute.Tensor:
+    def load(self, x: cute.Tensor, *element: Int32) -> cute.Tensor:
         loaded = cute.make_rmem_tensor(VECTOR, x.element_type)
-        cute.autovec_copy(self.vector(x, *place), loaded)
+        cute.autovec_copy(self.vector(x, *element), loaded)
         return loaded
 
     def vector(self, x: cute.Tensor, token: Int32, head: Int32, lane: Int32) -> cute.Tensor:
         return cute.local_tile(x[token, head, None], (VECTOR,), (lane,))
 
 
-def takes(parts: Sequence[Tensor], out: Tensor) -> bool:
-    """True if `rounded_sum` takes these."""
+def can_sum(parts: Sequence[Tensor], out: Tensor) -> bool:
+    """True if `rounded_sum` has a kernel for these."""
     every = (out, *parts)
     return (
         out.is_cuda

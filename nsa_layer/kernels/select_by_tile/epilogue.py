@@ -12,19 +12,19 @@ from nsa_layer.kernels.select_by_tile.register_topk import LAST_BLOCK, NO_BLOCK,
 from nsa_layer.kernels.select_by_tile.spec import TopKSpec
 
 
-def room_of(tile: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
+def num_wanted(tile: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> Int32:
     """Entries of a tile's list that are left for candidates."""
-    _, _, _, q_tile, block_counts = place
+    _, _, _, q_tile, block_counts = sizes
     if not (spec.init or spec.local):
         return block_counts
-    return block_counts - forced_count(*local_range(tile * q_tile, place, spec), place, spec)
+    return block_counts - forced_count(*local_range(tile * q_tile, sizes, spec), sizes, spec)
 
 
-def forced_count(first: Int32, last: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
+def forced_count(first: Int32, last: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> Int32:
     """Forced blocks of a tile, whether listed or not; first, last: `local_range`."""
     count = last - first + 1 + first_blocks(first, spec)
     if not spec.causal and spec.init > 1:  # there may be first blocks behind the tile
-        count += cutlass.max(cutlass.min(cute.ceil_div(place[0], place[2]), spec.init) - last - 1, 0)
+        count += cutlass.max(cutlass.min(cute.ceil_div(sizes[0], sizes[2]), spec.init) - last - 1, 0)
     return count
 
 
@@ -35,10 +35,10 @@ def first_blocks(first: Int32, spec: TopKSpec) -> Int32:
     return cutlass.select_(first > 0, Int32(spec.init), Int32(0))
 
 
-def forced_block(i: Int32, first: Int32, last: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
+def forced_block(i: Int32, first: Int32, last: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> Int32:
     """The i-th listed forced block: where they are too many, the first ones up to the tile's own are left out."""
     if spec.crowded:
-        i += cutlass.max(last - first + 1 + first_blocks(first, spec) - place[-1], 0)
+        i += cutlass.max(last - first + 1 + first_blocks(first, spec) - sizes[-1], 0)
     if spec.init == 0:
         return first + i
     if spec.init == 1:
@@ -54,12 +54,12 @@ def write_block_list(
     mCounts: cute.Tensor,
     tile: Int32,
     row: Int32,
-    room: Int32,
-    place: tuple[Int32, ...],
+    wanted: Int32,
+    sizes: tuple[Int32, ...],
     spec: cutlass.Constexpr[TopKSpec],
 ):
     """Merge both warps' lists of a tile and the forced blocks, by one warp."""
-    _, _, _, q_tile, block_counts = place
+    _, _, _, q_tile, block_counts = sizes
     lane = cute.arch.lane_idx()
     size = cute.size(entries)
     each = -(-size // 32)
@@ -68,7 +68,7 @@ def write_block_list(
     for x in cutlass.range(size, unroll=8):
         for u in cutlass.range_constexpr(each):
             ranks[u] += cutlass.select_(entries[x] > mine[u], Int32(1), Int32(0))
-    taken = [(mine[u] > NO_BLOCK) & (ranks[u] < room) & (lane + 32 * u < size) for u in range(each)]
+    taken = [(mine[u] > NO_BLOCK) & (ranks[u] < wanted) & (lane + 32 * u < size) for u in range(each)]
     blocks = [cutlass.select_(taken[u], unpack_block(mine[u]), Int32(LAST_BLOCK)) for u in range(each)]
     chosen = Int32(0)
     cute.arch.sync_warp()
@@ -79,8 +79,8 @@ def write_block_list(
     cute.arch.sync_warp()
     forced, first, last = Int32(0), Int32(0), Int32(-1)
     if const_expr(spec.init or spec.local or spec.causal):
-        first, last = local_range(tile * q_tile, place, spec)
-        forced = forced_count(first, last, place, spec)
+        first, last = local_range(tile * q_tile, sizes, spec)
+        forced = forced_count(first, last, sizes, spec)
     if const_expr(spec.crowded):
         forced = cutlass.min(forced, block_counts)
     for u in cutlass.range_constexpr(each):
@@ -92,7 +92,7 @@ def write_block_list(
                 at = cutlass.select_(blocks[u] > last, forced, Int32(spec.init))
             mList[at + count_below(entries, blocks[u])] = blocks[u]
     for f in cutlass.range(lane, forced, 32, unroll=1):
-        block = forced_block(f, first, last, place, spec)
+        block = forced_block(f, first, last, sizes, spec)
         mList[f + count_below(entries, block)] = block
     count = forced + chosen
     for x in cutlass.range(count + lane, mList.shape[0], 32, unroll=1):
@@ -103,7 +103,7 @@ def write_block_list(
 
 @cute.jit
 def count_below(entries: cute.Tensor, block: Int32) -> Int32:
-    found = Int32(0)
+    count = Int32(0)
     for x in cutlass.range(cute.size(entries), unroll=8):
-        found += cutlass.select_(entries[x] < Int64(block), Int32(1), Int32(0))
-    return found
+        count += cutlass.select_(entries[x] < Int64(block), Int32(1), Int32(0))
+    return count

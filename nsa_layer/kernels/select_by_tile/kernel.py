@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.select_by_tile import register_topk
-from nsa_layer.kernels.select_by_tile.epilogue import room_of, write_block_list
+from nsa_layer.kernels.select_by_tile.epilogue import num_wanted, write_block_list
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2, finish_row_sums, row_shift, update_row_sums
 from nsa_layer.kernels.select_by_tile.pooled_queries import pooled_queries
 from nsa_layer.kernels.select_by_tile.query_tiles import candidates_end, eligible, local_range, tile_to_batch
@@ -94,7 +94,7 @@ class BlockTopK:
             sequence, group = number % mIndices.shape[0], number // mIndices.shape[0]
             tiles_before, list_before, out = sequence * M, Int32(0), sequence
             keys_before = sequence * (mK.shape[0] // mIndices.shape[0])
-        place = (T, M, block_size, q_tile, block_counts)
+        sizes = (T, M, block_size, q_tile, block_counts)
         first_tile = group * spec.tiles
         last_tile = cutlass.min(first_tile + spec.tiles, M) - 1
         end = candidates_end(last_tile * q_tile, T, block_size, spec.causal)
@@ -123,13 +123,13 @@ class BlockTopK:
             factors.append(factor * (softmax_scale * LOG2_E) if const_expr(spec.softmax) else factor)
         best = []
         for t in cutlass.range_constexpr(spec.lists):
-            room = room_of(tiles[t * (ROWS // spec.lists)], place, spec)
-            best.append(register_topk.empty_topk(spec.share, room))
+            wanted = num_wanted(tiles[t * (ROWS // spec.lists)], sizes, spec)
+            best.append(register_topk.empty_topk(spec.share, wanted))
 
         steps = cute.ceil_div(end, TILE)
         whole = candidates_end(first_tile * q_tile, T, block_size, spec.causal) // TILE  # steps of candidates alone
-        turn = steps - 1 if const_expr(spec.softmax) else Int32(0)
-        rounds = steps + turn if const_expr(spec.softmax) else steps
+        middle = steps - 1 if const_expr(spec.softmax) else Int32(0)
+        rounds = steps + middle if const_expr(spec.softmax) else steps
         load = (mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end)
         # Of each row: the highest score in the key's scale, a sum of exponentials, and in the end that sum's inverse.
         highest, sums = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
@@ -139,28 +139,28 @@ class BlockTopK:
         first_column = 8 * warp_n + 2 * (lane % 4)
         if rounds > 0:
             self.load_queries(mQ, sA, head, first_tile, tiles_before, M)
-        self.load_round(load, Int32(0), rounds, steps, turn)
-        self.load_round(load, Int32(1), rounds, steps, turn)
+        self.load_round(load, Int32(0), rounds, steps, middle)
+        self.load_round(load, Int32(1), rounds, steps, middle)
         cute.arch.cp_async_wait_group(1)
         cute.arch.sync_threads()
         for i in cutlass.range(rounds, unroll=1):
             split_gemm(sA, sB, acc, i % STAGES)
             scales = [sScale[first_column + c, i % STAGES] for c in COLUMNS]
-            first = self.step_of(i, steps, turn) * TILE + first_column
-            late = self.is_late(warp_n, i, turn)
+            first = self.step_of(i, steps, middle) * TILE + first_column
+            late = self.is_late(warp_n, i, middle)
             if late:
-                self.next_round(load, i, rounds, steps, turn)
+                self.next_round(load, i, rounds, steps, middle)
             if const_expr(spec.softmax):
                 if i < whole:
                     update_row_sums(acc, scales, factors, COLUMNS, first, None, highest, sums)
-                elif i <= turn:
+                elif i <= middle:
                     update_row_sums(acc, scales, factors, COLUMNS, first, ends, highest, sums)
-                if i == turn:
+                if i == middle:
                     finish_row_sums(sSums, factors, highest, sums, counted, 16 * warp_m + lane // 4, warp_n)
-            if i >= turn:
-                self.insert_all(best, acc, scales, factors, highest, sums, first, tiles, ends, place)
+            if i >= middle:
+                self.insert_all(best, acc, scales, factors, highest, sums, first, tiles, ends, sizes)
             if not late:
-                self.next_round(load, i, rounds, steps, turn)
+                self.next_round(load, i, rounds, steps, middle)
 
         cute.arch.sync_threads()
         self.store_lists(best, sLists, warp_m, warp_n, lane)
@@ -168,36 +168,36 @@ class BlockTopK:
         for t in cutlass.range(warp_id, spec.tiles, THREADS // 32, unroll=1):
             if first_tile + t < M:
                 row = list_before + first_tile + t
-                room = room_of(first_tile + t, place, spec)
+                wanted = num_wanted(first_tile + t, sizes, spec)
                 lists = (mIndices[out, head, row, None], mCounts[out, head, None])
-                write_block_list(sLists[None, t], *lists, first_tile + t, row, room, place, spec)
+                write_block_list(sLists[None, t], *lists, first_tile + t, row, wanted, sizes, spec)
 
-    def is_late(self, warp_n: Int32, i: Int32, turn: Int32) -> Boolean:
+    def is_late(self, warp_n: Int32, i: Int32, middle: Int32) -> Boolean:
         """True for one of two warps on a scheduler: it reads its scores while the other multiplies for the next round.
 
-        Not at the turn, where all sums meet.
+        Not in the middle round, where all sums meet.
         """
         if const_expr(self.spec.softmax):
-            return (warp_n == 1) & (i != turn)
+            return (warp_n == 1) & (i != middle)
         return warp_n == 1
 
     @cute.jit
-    def next_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, turn: Int32):
+    def next_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, middle: Int32):
         """Wait for all warps' products and for the next round's keys; load the round after that into the free stage."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        self.load_round(load, i + STAGES, rounds, steps, turn)
+        self.load_round(load, i + STAGES, rounds, steps, middle)
 
     @cute.jit
-    def load_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, turn: Int32):
+    def load_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, middle: Int32):
         if i < rounds:
-            self.load_keys(load, self.step_of(i, steps, turn), i % STAGES)
+            self.load_keys(load, self.step_of(i, steps, middle), i % STAGES)
         cute.arch.cp_async_commit_group()
 
-    def step_of(self, i: Int32, steps: Int32, turn: Int32) -> Int32:
-        """The tile of keys of round i: ascending up to the turn, then descending; only descending in a single pass."""
+    def step_of(self, i: Int32, steps: Int32, middle: Int32) -> Int32:
+        """The tile of keys of round i: ascending up to the middle one, then descending; only so in a single pass."""
         if const_expr(self.spec.softmax):
-            return cutlass.select_(i <= turn, i, 2 * turn - i)
+            return cutlass.select_(i <= middle, i, 2 * middle - i)
         return steps - 1 - i
 
     @cute.jit
@@ -244,15 +244,15 @@ class BlockTopK:
         first: Int32,
         tiles: list[Int32],
         ends: list[Int32],
-        place: tuple[Int32, ...],
+        sizes: tuple[Int32, ...],
     ):
         """Insert the importances of a tile of keys into the lists of a thread's query tiles."""
-        spec, q_tile = self.spec, place[3]
+        spec, q_tile = self.spec, sizes[3]
         rows = ROWS // spec.lists
         shifts = [row_shift(highest[r], factors[r]) for r in range(ROWS)]
         for t in cutlass.range_constexpr(spec.lists):
             keys = cute.make_rmem_tensor((len(COLUMNS),), Int32)
-            local = local_range(tiles[t * rows] * q_tile, place, spec)
+            local = local_range(tiles[t * rows] * q_tile, sizes, spec)
             for i in cutlass.range_constexpr(len(COLUMNS)):
                 total = Float32(0.0)
                 for r in cutlass.range_constexpr(t * rows, (t + 1) * rows):

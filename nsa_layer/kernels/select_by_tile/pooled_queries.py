@@ -94,7 +94,7 @@ class PooledQueries:
         column, share = tidx % ROW, tidx // ROW
         lane, h = column % self.lanes, head_group * self.heads + column // self.lanes
         Hq = mQ.shape[2]
-        readable = cutlass.min(h, Hq - 1)
+        row_head = cutlass.min(h, Hq - 1)
         if const_expr(mCu is not None):
             sequence, tile, _ = tile_to_batch(mCu, q_tile, 1, row)
             if sequence < 0:  # there are fewer tiles than rows
@@ -116,7 +116,7 @@ class PooledQueries:
         for token in cutlass.range(first + share, end, SHARES * AT_ONCE, unroll=1):
             # Past the end the last token is read again and not counted: a branch would part the loads.
             tokens = [token + i * SHARES for i in range(AT_ONCE)]
-            loaded = [self.load(mQ, b, base + cutlass.min(t, end - 1), readable, lane) for t in tokens]
+            loaded = [self.load(mQ, b, base + cutlass.min(t, end - 1), row_head, lane) for t in tokens]
             for i in cutlass.range_constexpr(AT_ONCE):
                 for c in cutlass.range_constexpr(split_fp16.VECTOR):
                     x = loaded[i][c].to(Float32) * down
@@ -130,7 +130,7 @@ class PooledQueries:
                 shares = [sums[tidx + i * ROW, c] for i in range(SHARES)]
                 mean.append(((shares[0] + shares[1]) + (shares[2] + shares[3])) / (count * down))
             scale = split_fp16.split(
-                mean, self.lanes, mRows[row, readable, None], lane, h < Hq, shift=split_fp16.KEYS_DOWN
+                mean, self.lanes, mRows[row, row_head, None], lane, h < Hq, shift=split_fp16.KEYS_DOWN
             )
             if (h < Hq) & (lane == 0):
                 mScale[row, h] = scale
@@ -176,8 +176,8 @@ def pooled_queries(
     means = _empty_split_rows(tiles, q.shape[-2], D, q)
     keys = _empty_split_rows(k_mean.shape[:-2].numel(), k_mean.shape[-2], D, q)
     if tiles:
-        made = (means.rows, means.scale, keys.rows, keys.scale)
-        launch("pooled_queries", PooledQueries, (D, own), q, k_mean, cu_seqlens, *made, q_tile)
+        outputs = (means.rows, means.scale, keys.rows, keys.scale)
+        launch("pooled_queries", PooledQueries, (D, own), q, k_mean, cu_seqlens, *outputs, q_tile)
     return means, keys
 
 

@@ -30,9 +30,9 @@ def tile_to_batch(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr
             if lane >= (1 << step):
                 tiles_to += other_tiles
                 groups_to += other_groups
-        found = cute.arch.vote_ballot_sync(groups_before + groups_to > number)
-        if found != 0:
-            first = cute.arch.popc((found & -found) - 1)
+        after = cute.arch.vote_ballot_sync(groups_before + groups_to > number)
+        if after != 0:
+            first = cute.arch.popc((after & -after) - 1)
             sequence = chunk + first
             tiles_before += cute.arch.shuffle_sync(tiles_to - tiles, first)
             groups_before += cute.arch.shuffle_sync(groups_to - groups, first)
@@ -48,9 +48,9 @@ def candidates_end(t0: Int32, T: Int32, block_size: Int32, causal: bool) -> Int3
     return (t0 + 1) // block_size if causal else T // block_size
 
 
-def local_range(t0: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> tuple[Int32, Int32]:
-    """First and last of the forced blocks up to a tile's own; where none is forced, of its own that it has room for."""
-    T, _, block_size, q_tile, block_counts = place
+def local_range(t0: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> tuple[Int32, Int32]:
+    """First and last of the forced blocks up to a tile's own; where none is forced, of its own that fit its list."""
+    T, _, block_size, q_tile, block_counts = sizes
     first = cutlass.max(t0 // block_size - (spec.local - 1), 0)
     last = cutlass.min(t0 + q_tile - 1, T - 1) // block_size
     if spec.local:

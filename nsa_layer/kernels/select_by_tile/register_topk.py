@@ -19,7 +19,7 @@ COLUMNS = 16  # of a tile of scores, in one thread
 WORST_SCORE = -(1 << 31)
 LAST_BLOCK = (1 << 31) - 1
 EMPTY = -(1 << 63)  # and a slot's number
-CLOSED = (1 << 63) - 1  # a slot beyond the list's room: nothing is better
+CLOSED = (1 << 63) - 1  # a slot beyond the list's capacity: nothing is better
 NO_BLOCK = EMPTY + LAST_BLOCK  # what is above it stands for a block
 
 
@@ -64,12 +64,12 @@ class RegisterTopK:
     least: cute.Tensor
 
 
-def empty_topk(share: int, room: Int32) -> RegisterTopK:
-    """A list of `room` entries, `share` in each thread."""
+def empty_topk(share: int, wanted: Int32) -> RegisterTopK:
+    """A list of `wanted` entries, `share` in each thread."""
     best = RegisterTopK(cute.make_rmem_tensor((share,), Int64), cute.make_rmem_tensor((1,), Int64))
     for s in range(share):
         slot = cute.arch.lane_idx() % QUAD * share + s
-        best.entries[s] = cutlass.select_(slot < room, Int64(EMPTY) + Int64(slot), Int64(CLOSED))
+        best.entries[s] = cutlass.select_(slot < wanted, Int64(EMPTY) + Int64(slot), Int64(CLOSED))
     best.least[0] = least_of(best.entries)
     return best
 

@@ -1,6 +1,6 @@
 """fp32 rows as two fp16 rows and a power of two, ``x = (hi + lo) * scale`` to 22 bits, for dot products by fp16 MMA.
 
-A row's largest element is scaled to [2^14, 2^15), which leaves fp16 room for much smaller ones. Both halves share one
+A row's largest element is scaled to [2^14, 2^15), so that fp16 holds much smaller ones, too. Both halves share one
 scale, so that ``hi.hi + hi.lo + lo.hi`` goes into one accumulator; lo.lo is below its rounding. Numbers of 11 bits,
 such as means of small integers, have lo = 0 and are exact.
 

@@ -31,7 +31,7 @@ class Candidates:
         selected: int64 [n] in shared memory, the token's best once they are ranked.
         best: int32, bits of the lane's best scores, descending.
         bound: int32 [2]: the bits that a new score has to exceed; how many candidates there are.
-        room: entries of the token's list that are left for candidates.
+        wanted: candidates that the token's list has entries for.
         lane: of the warp.
         first_lane, member: the first of the lanes that share the token, and the lane's number among them.
     """
@@ -41,7 +41,7 @@ class Candidates:
     selected: cute.Tensor
     best: cute.Tensor
     bound: cute.Tensor
-    room: Int32
+    wanted: Int32
     lane: Int32
 
     @property
@@ -54,13 +54,13 @@ class Candidates:
 
 
 def no_candidates(
-    spec: TokenTopKSpec, columns: cute.Tensor, selected: cute.Tensor, room: Int32, lane: Int32
+    spec: TokenTopKSpec, columns: cute.Tensor, selected: cute.Tensor, wanted: Int32, lane: Int32
 ) -> Candidates:
     """selected: int64 [n, tokens of the warp]."""
     best, bound = cute.make_rmem_tensor((power_of_two(spec.depth),), Int32), cute.make_rmem_tensor((2,), Int32)
     best.fill(-1)
     bound[0], bound[1] = -1, 0
-    return Candidates(spec, columns, selected[None, lane // spec.lanes], best, bound, room, lane)
+    return Candidates(spec, columns, selected[None, lane // spec.lanes], best, bound, wanted, lane)
 
 
 def candidate(bits: Int32, block: Int32) -> Int64:
@@ -117,15 +117,15 @@ def keep_scores(mine: Candidates, scores: list[Int32]) -> None:
 
 
 def raise_bound(mine: Candidates) -> None:
-    """At least `room` blocks of the token have scores that are no less than the bound."""
+    """At least `wanted` blocks of the token have scores that are no less than the bound."""
     best = [mine.best[i] for i in range(cute.size(mine.best))]
-    least = rank_over_lanes(best, mine.spec.lanes, max(1, mine.spec.most_room))
+    least = rank_over_lanes(best, mine.spec.lanes, max(1, mine.spec.most_wanted))
     mine.bound[0] = cutlass.max(mine.bound[0], least)
 
 
 @cute.jit
 def prune(mine: Candidates):
-    """Drop candidates that are not among the best, so that there is room for another chunk."""
+    """Drop candidates that are not among the best, so that another chunk fits."""
     drop_below_bound(mine)
     if any_lane(mine.bound[1] > mine.spec.slots):
         tighten(mine, mine.spec.capacity)
@@ -152,7 +152,7 @@ def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
 
     slots: candidates that a lane has at most. Returns whether more than the best reach it, because scores tie.
     """
-    lanes, room, bound = mine.spec.lanes, mine.room, mine.bound
+    lanes, wanted, bound = mine.spec.lanes, mine.wanted, mine.bound
     scores = [Int32(mine.columns[i, mine.lane] >> 32) for i in range(slots)]
     scores = [cutlass.select_(i < bound[1], score, Int32(-1)) for i, score in enumerate(scores)]
     most = reduce_tree(cutlass.max, scores)
@@ -161,28 +161,28 @@ def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
     low = cutlass.max(bound[0], 0)
     high = cutlass.min(most, LARGEST - 1) + 1
     reached = count_reached(scores, [low], lanes)
-    enough = reached >= room
-    pending = enough & (reached > room) & (high - low > 1)
+    enough = reached >= wanted
+    pending = enough & (reached > wanted) & (high - low > 1)
     while any_lane(pending):
-        # The result is near the bound, and each look at all lanes takes long: three places at once.
-        places = [low + cutlass.max((high - low) >> shift, 1) for shift in (1, 2, 4)]
-        counts = count_reached(scores, places, lanes)
-        for i in cutlass.range_constexpr(len(places)):
+        # The result is near the bound, and each look at all lanes takes long: three bounds at once.
+        limits = [low + cutlass.max((high - low) >> shift, 1) for shift in (1, 2, 4)]
+        counts = count_reached(scores, limits, lanes)
+        for i in cutlass.range_constexpr(len(limits)):
             count = counts >> COUNT_BITS * i & (1 << COUNT_BITS) - 1
-            up = pending & (count >= room) & (places[i] > low)
-            high = cutlass.select_(pending & (count < room), places[i], high)
-            low = cutlass.select_(up, places[i], low)
+            up = pending & (count >= wanted) & (limits[i] > low)
+            high = cutlass.select_(pending & (count < wanted), limits[i], high)
+            low = cutlass.select_(up, limits[i], low)
             reached = cutlass.select_(up, count, reached)
-        pending = enough & (reached > room) & (high - low > 1)
+        pending = enough & (reached > wanted) & (high - low > 1)
     bound[0] = cutlass.select_(enough, low, bound[0])
-    return reached > room
+    return reached > wanted
 
 
-def count_reached(scores: list[Int32], places: list[Int32], lanes: int) -> Int32:
-    """Ranks among the scores of all lanes that share a token: how many are at least as large, `COUNT_BITS` a place."""
+def count_reached(scores: list[Int32], limits: list[Int32], lanes: int) -> Int32:
+    """Ranks among the scores of all lanes that share a token: how many are at least as large, `COUNT_BITS` a limit."""
     counts = [
-        cutlass.select_(x >= place, Int32(1 << COUNT_BITS * i), Int32(0))
-        for i, place in enumerate(places)
+        cutlass.select_(x >= limit, Int32(1 << COUNT_BITS * i), Int32(0))
+        for i, limit in enumerate(limits)
         for x in scores
     ]
     return sum_of_lanes(reduce_tree(add_up, counts), lanes)
@@ -199,7 +199,7 @@ def keep_best(mine: Candidates):
             mine.columns[i, mine.lane] = mine.selected[i * lanes + mine.member]
             count = Int32(i + 1)
     mine.bound[1] = count
-    if (kept > 0) & (kept == mine.room):
+    if (kept > 0) & (kept == mine.wanted):
         mine.bound[0] = cutlass.max(mine.bound[0], Int32(mine.selected[kept - 1] >> 32))
     cute.arch.sync_warp()
 
@@ -266,10 +266,10 @@ def rank(mine: Candidates, columns: cute.Tensor, count: Int32) -> Int32:
                 for u in cutlass.range_constexpr(TOGETHER):
                     above[u] += cutlass.select_(other > entries[u], Int32(1), Int32(0))
         for u in cutlass.range_constexpr(TOGETHER):
-            if (entries[u] > NOTHING) & (above[u] < mine.room):
+            if (entries[u] > NOTHING) & (above[u] < mine.wanted):
                 mine.selected[above[u]] = entries[u]
     cute.arch.sync_warp()
-    return cutlass.min(sum_of_lanes(count, mine.spec.lanes), mine.room)
+    return cutlass.min(sum_of_lanes(count, mine.spec.lanes), mine.wanted)
 
 
 def power_of_two(size: int) -> int:

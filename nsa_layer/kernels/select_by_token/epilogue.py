@@ -20,15 +20,15 @@ def forced_block(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> In
 
 
 @cute.jit
-def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int32, place: Tile, written: Boolean):
+def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int32, work_tile: Tile, written: Boolean):
     """Write [n] where `written`; own: the block of the token itself."""
     spec, lanes, width = mine.spec, mine.spec.lanes, cute.size(mList)
     forced = Int32(0)
     if const_expr(spec.forced):
-        forced = place.forced_blocks(own)
-    places = [mine.member + lanes * i for i in range(-(-spec.n // lanes))]
+        forced = work_tile.forced_blocks(own)
+    positions = [mine.member + lanes * i for i in range(-(-spec.n // lanes))]
     first = [mine.member + lanes * i for i in range(-(-min(spec.forced, spec.n) // lanes))]
-    blocks = [unpack_block(mine.selected[cutlass.min(i, spec.n - 1)]) for i in places]
+    blocks = [unpack_block(mine.selected[cutlass.min(i, spec.n - 1)]) for i in positions]
     blocks += [forced_block(spec, i, own, forced) for i in first]
     if const_expr(spec.forced > spec.n):
         forced = cutlass.min(forced, spec.n)
@@ -39,12 +39,12 @@ def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int
             before[j] += cutlass.select_(block < blocks[j], Int32(1), Int32(0))
     if written:
         for j in cutlass.range_constexpr(len(blocks)):
-            if const_expr(j < len(places)):
-                if places[j] < kept:
+            if const_expr(j < len(positions)):
+                if positions[j] < kept:
                     if const_expr(spec.forced):
                         before[j] += spec.init + cutlass.select_(blocks[j] > own, forced - spec.init, Int32(0))
                     mList[before[j]] = blocks[j]
-            elif first[j - len(places)] < forced:
-                mList[first[j - len(places)] + before[j]] = blocks[j]
+            elif first[j - len(positions)] < forced:
+                mList[first[j - len(positions)] + before[j]] = blocks[j]
         for i in cutlass.range(forced + kept + mine.member, width, lanes, unroll=1):
             mList[i] = Int32(-1)

@@ -44,7 +44,7 @@ class GroupSums:
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
-    places: Tiles
+    scheduler: Tiles
     tma: cute.CopyAtom
     mK: cute.Tensor
     mLSE: cute.Tensor
@@ -58,18 +58,18 @@ class GroupSums:
     @cute.jit
     def run(self):
         """Hand over the sums of all the CTA's tiles."""
-        spec, places = self.spec, self.places
+        spec, scheduler = self.spec, self.scheduler
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         products = Products.of(self.sK, self.sQ, tidx, spec.by_warp)
         exponents = cute.make_rmem_tensor((2, spec.own_columns), Float32)
-        tiles = places.tiles()
+        tiles = scheduler.tiles()
         before = Int32(0)  # steps of earlier tiles
         for tile in cutlass.range(cta, tiles + ctas, ctas, unroll=1):
-            place = places.of(cutlass.min(tile, tiles - 1))
-            steps = cutlass.select_(tile < tiles, place.steps(), Int32(0))
-            self.load(place, steps, before)
+            work_tile = scheduler.of(cutlass.min(tile, tiles - 1))
+            steps = cutlass.select_(tile < tiles, work_tile.steps(), Int32(0))
+            self.load(work_tile, steps, before)
             if (before > 0) & ((steps > 0) | (tile >= tiles)):
                 self.write_sums(exponents)
             if steps > 0:
@@ -80,7 +80,7 @@ class GroupSums:
                 self.start(products, before)
                 for step in cutlass.range(steps - 1, unroll=1):
                     products.finish()
-                    self.reload(place, step + STAGES, steps, before)
+                    self.reload(work_tile, step + STAGES, steps, before)
                     self.scale(products, shifts, exponents)
                     if const_expr(spec.by_warp):  # nothing runs on after a start, and registers are few
                         self.write_sums(exponents)
@@ -94,37 +94,37 @@ class GroupSums:
             before += steps
         cute.arch.barrier(barrier_id=SCORES_READ, number_of_threads=2 * THREADS)
 
-    def start(self, products: Products, turn: Int32) -> None:
-        """Start the products of a step, the CTA's `turn`-th, once its keys are there."""
-        cute.arch.mbarrier_wait(self.barriers + turn % STAGES, turn // STAGES % 2)
-        products.start(turn % STAGES)
+    def start(self, products: Products, number: Int32) -> None:
+        """Start the products of a step, the CTA's `number`-th, once its keys are there."""
+        cute.arch.mbarrier_wait(self.barriers + number % STAGES, number // STAGES % 2)
+        products.start(number % STAGES)
 
     @cute.jit
-    def reload(self, place: Tile, step: Int32, steps: Int32, before: Int32):
-        """Load a step's keys in place of those whose products this warp has waited for."""
+    def reload(self, work_tile: Tile, step: Int32, steps: Int32, before: Int32):
+        """Load a step's keys into the stage whose products this warp has waited for."""
         cute.arch.barrier(barrier_id=PRODUCTS_DONE, number_of_threads=THREADS)
         if (cute.arch.warp_idx() == 0) & (step < steps):
-            self.load_keys(place, step, (before + step) % STAGES)
+            self.load_keys(work_tile, step, (before + step) % STAGES)
 
     @cute.jit
-    def load(self, place: Tile, steps: Int32, before: Int32):
+    def load(self, work_tile: Tile, steps: Int32, before: Int32):
         """Load a tile's queries and its first keys, if it has any."""
         if cute.arch.warp_idx() == 0:
             for step in cutlass.range_constexpr(STAGES):
                 if step < steps:
-                    self.load_keys(place, Int32(step), (before + step) % STAGES)
+                    self.load_keys(work_tile, Int32(step), (before + step) % STAGES)
         if steps > 0:
-            self.load_queries(place)
-            self.load_lse(place)
+            self.load_queries(work_tile)
+            self.load_lse(work_tile)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def load_keys(self, place: Tile, step: Int32, stage: Int32):
+    def load_keys(self, work_tile: Tile, step: Int32, stage: Int32):
         """Load a step's keys, by one warp; rows before the first and past the last key of the tensor are 0."""
         spec, barrier = self.spec, self.barriers + stage
-        batch = () if const_expr(spec.packed) else (place.batch,)
-        keys = self.mK[(None, None, place.head, *batch)]
-        keys = cute.domain_offset((place.keys_before + place.first_key(step), 0), keys)
+        batch = () if const_expr(spec.packed) else (work_tile.batch,)
+        keys = self.mK[(None, None, work_tile.head, *batch)]
+        keys = cute.domain_offset((work_tile.keys_before + work_tile.first_key(step), 0), keys)
         gK = cute.local_tile(keys, (KEYS, spec.D), (0, 0))
         sX, gX = cpasync.tma_partition(
             self.tma, 0, cute.make_layout(1), cute.group_modes(self.sK, 0, 2), cute.group_modes(gK, 0, 2)
@@ -133,18 +133,18 @@ class GroupSums:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, KEYS * spec.D * 2)
         cute.copy(self.tma, gX, sX[None, stage], tma_bar_ptr=barrier)
 
-    def column_place(self, place: Tile, column: Int32) -> tuple[Int32, Int32]:
+    def column_row(self, work_tile: Tile, column: Int32) -> tuple[Int32, Int32]:
         """(token, head) of a column of the product; clamped to what there is."""
         spec = self.spec
         x, c = column // 2 % QUAD, column // 8 * 2 + column % 2
         token = x // spec.share * spec.tokens_a_warp + cutlass.min(c // spec.heads, spec.tokens_a_warp - 1)
         head = x % spec.share * spec.heads + c % spec.heads
-        t = cutlass.min(place.first + cutlass.min(token, spec.tokens - 1), place.end - 1)
-        return place.rows_before + t, place.head * spec.G + cutlass.min(head, spec.G - 1)
+        t = cutlass.min(work_tile.first + cutlass.min(token, spec.tokens - 1), work_tile.end - 1)
+        return work_tile.rows_before + t, work_tile.head * spec.G + cutlass.min(head, spec.G - 1)
 
     @cute.jit
-    def load_queries(self, place: Tile):
-        spec, mQ = self.spec, self.places.mQ
+    def load_queries(self, work_tile: Tile):
+        spec, mQ = self.spec, self.scheduler.mQ
         tidx, _, _ = cute.arch.thread_idx()
         lanes = spec.D // VECTOR
         atom = cute.make_copy_atom(
@@ -154,18 +154,18 @@ class GroupSums:
         copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, VECTOR)))
         tQsQ = copy.get_slice(tidx).partition_D(self.sQ[None, None, 0])
         for i in cutlass.range_constexpr(spec.columns * lanes // THREADS):
-            row, head = self.column_place(place, tidx // lanes + i * (THREADS // lanes))
-            source = mQ[row, head, None] if const_expr(spec.packed) else mQ[place.batch, row, head, None]
+            row, head = self.column_row(work_tile, tidx // lanes + i * (THREADS // lanes))
+            source = mQ[row, head, None] if const_expr(spec.packed) else mQ[work_tile.batch, row, head, None]
             source = cute.local_tile(source, (VECTOR,), (tidx % lanes,))
             target = tQsQ[None, i, 0]
             cute.copy(copy, cute.make_tensor(source.iterator, target.layout), target)
 
     @cute.jit
-    def load_lse(self, place: Tile):
+    def load_lse(self, work_tile: Tile):
         tidx, _, _ = cute.arch.thread_idx()
         if tidx < self.spec.columns:
-            row, head = self.column_place(place, tidx)
-            batch = () if const_expr(self.spec.packed) else (place.batch,)
+            row, head = self.column_row(work_tile, tidx)
+            batch = () if const_expr(self.spec.packed) else (work_tile.batch,)
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
             source, one = cute.domain_offset((*batch, head, row), self.mLSE), cute.make_layout(1)
             cute.copy(atom, cute.make_tensor(source.iterator, one), cute.make_tensor(self.sLSE.iterator + tidx, one))

@@ -49,9 +49,9 @@ class TokenTopK:
         sQ_layout, sK_layout = operand_layout(dtype, spec.columns, spec.D, 1), operand_layout(dtype, *box, STAGES)
         one = cute.select(sK_layout, mode=[0, 1])
         tma = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mK, one, box)
-        places = Tiles(spec, mQ, mIndices, (mCu, mCu_blocks, mCu_keys, mOffset), S)
-        self.kernel(places, tma, mLSE, softmax_scale * LOG2_E, (sQ_layout, sK_layout)).launch(
-            grid=[cutlass.min(places.tiles(), multiprocessors * spec.resident), 1, 1],
+        scheduler = Tiles(spec, mQ, mIndices, (mCu, mCu_blocks, mCu_keys, mOffset), S)
+        self.kernel(scheduler, tma, mLSE, softmax_scale * LOG2_E, (sQ_layout, sK_layout)).launch(
+            grid=[cutlass.min(scheduler.tiles(), multiprocessors * spec.resident), 1, 1],
             block=[2 * THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=spec.resident,
@@ -61,13 +61,13 @@ class TokenTopK:
     @cute.kernel
     def kernel(
         self,
-        places: Tiles,
+        scheduler: Tiles,
         tma: tuple[cute.CopyAtom, cute.Tensor],
         mLSE: cute.Tensor,
         scale_log2: Float32,
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
     ):
-        spec, dtype, (atom, mK) = self.spec, places.mQ.element_type, tma
+        spec, dtype, (atom, mK) = self.spec, scheduler.mQ.element_type, tma
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         if warp == 0:
@@ -94,11 +94,11 @@ class TokenTopK:
         if warp < WARPS:
             if const_expr(spec.registers is not None):
                 cute.arch.setmaxregister_increase(spec.registers[0])
-            GroupSums(spec, places, atom, mK, mLSE, scale_log2, sQ, sK, sLSE, sScores, barriers).run()
+            GroupSums(spec, scheduler, atom, mK, mLSE, scale_log2, sQ, sK, sLSE, sScores, barriers).run()
         else:
             if const_expr(spec.registers is not None):
                 cute.arch.setmaxregister_decrease(spec.registers[1])
-            BestBlocks(spec, places, sScores, sColumns, sSelected).run()
+            BestBlocks(spec, scheduler, sScores, sColumns, sSelected).run()
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ QUAD = 4  # lanes that share a key's scores
 FOUR = 4  # scores in one read
 CHUNK = 16  # blocks that a lane looks at together
 HALF_OF_SHARED = 113 * 1024  # bytes for each of a multiprocessor's two CTAs
-SPARE = 12  # candidates a lane has room for at most, beyond its share of the best and a chunk
+SPARE = 12  # of a lane's capacity for candidates, at most, beyond its share of the best and a chunk
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TokenTopKSpec:
 
     @property
     def columns(self) -> int:
-        """(token, head) pairs of a CTA; fewer for small groups, whose many lists need room in shared memory."""
+        """(token, head) pairs of a CTA; fewer for small groups, whose many lists need shared memory."""
         return MOST_COLUMNS if self.G > 3 else MOST_COLUMNS // 2
 
     @property
@@ -106,31 +106,31 @@ class TokenTopKSpec:
         return len(self.weights) == 1 and self.values % FOUR == 0
 
     def position(self, key: int) -> int:
-        """The place among a token's scores of a key of the step; a lane's blocks are `lanes` apart."""
+        """The index among a token's scores of a key of the step; a lane's blocks are `lanes` apart."""
         if not self.in_fours:
             return key
         fours, rest = key // (FOUR * self.lanes), key % (FOUR * self.lanes)
         return FOUR * (fours * self.lanes + rest % self.lanes) + rest // self.lanes
 
     @property
-    def most_room(self) -> int:
+    def most_wanted(self) -> int:
         """The most entries of any list that are left for candidates, where there are candidates."""
         least = self.forced if self.causal else max(self.init, min(1, self.local))
         return max(0, self.n - least)
 
     @property
     def forced(self) -> int:
-        """Blocks that are forced at most, whatever the list has room for."""
+        """Blocks that are forced at most, however short the list."""
         return self.init + self.local
 
     @property
     def depth(self) -> int:
-        """Best scores that a lane keeps, so that all of a token's together are at least `most_room`."""
-        return max(1, -(-self.most_room // self.lanes))
+        """Best scores that a lane keeps, so that all of a token's together are at least `most_wanted`."""
+        return max(1, -(-self.most_wanted // self.lanes))
 
     @property
     def slots(self) -> int:
-        """Candidates that a lane has room for, beside those of a chunk: more than its share of the best."""
+        """Capacity of a lane for candidates, beside those of a chunk: more than its share of the best."""
         return -(-min(3 * self.depth + 8, self.depth + SPARE) // 4) * 4
 
     @property

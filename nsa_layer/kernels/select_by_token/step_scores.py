@@ -26,7 +26,7 @@ class StepValues:
 
     spec: cutlass.Constexpr[TokenTopKSpec]
     scores: cute.Tensor
-    place: Tile
+    work_tile: Tile
     t: Int32
     member: Int32
 
@@ -36,7 +36,7 @@ class StepValues:
 
     def value(self, step: Int32, i: int, masked: bool) -> Float32:
         """Importance of the lane's i-th block; of what is not visible if masked: 0."""
-        spec, place = self.spec, self.place
+        spec, work_tile = self.spec, self.work_tile
         block = self.block(Int32(i))
         total = Float32(0.0)
         for at, weight in enumerate(spec.weights):
@@ -48,15 +48,15 @@ class StepValues:
             else:
                 score = self.scores[key]
             if masked:
-                key = place.first_key(step) + key
-                score = cutlass.select_((key >= 0) & (key < place.keys_end(self.t)), score, Float32(0.0))
+                key = work_tile.first_key(step) + key
+                score = cutlass.select_((key >= 0) & (key < work_tile.keys_end(self.t)), score, Float32(0.0))
             total = cute.math.fma(score, Float32(weight), total)
         return total if len(spec.weights) > 1 else score
 
     @cute.jit
     def all_bits(self, step: Int32) -> cute.Tensor:
         """Bits of all importances; -1 for what is no candidate."""
-        spec, place = self.spec, self.place
+        spec, work_tile = self.spec, self.work_tile
         values = cute.make_rmem_tensor((spec.values,), Float32)
         if const_expr(spec.in_fours):
             for i in cutlass.range_constexpr(spec.values // FOUR):
@@ -68,9 +68,9 @@ class StepValues:
         bits = cute.make_rmem_tensor((spec.values,), Int32)
         for i in cutlass.range_constexpr(spec.values):
             bits[i] = bits_of(values[i])
-        if not place.is_open(step):
+        if not work_tile.is_open(step):
             for i in cutlass.range_constexpr(spec.values):
-                there = place.is_candidate(step * spec.blocks_a_step + self.block(Int32(i)), self.t)
+                there = work_tile.is_candidate(step * spec.blocks_a_step + self.block(Int32(i)), self.t)
                 bits[i] = cutlass.select_(there, bits_of(self.value(step, i, True)), Int32(-1))
         if const_expr(spec.blocks_a_step % spec.lanes):
             last = spec.values - 1

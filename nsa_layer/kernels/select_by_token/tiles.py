@@ -15,7 +15,7 @@ from nsa_layer.kernels.varlen import tiles_and_batch
 class Tile:
     """A tile's tokens, ``first .. first + tokens - 1``, by their positions among the keys of their sequence.
 
-    Past the end of a packed sequence there may be places without tokens.
+    Past the end of a packed sequence there may be rows without tokens.
 
     Attributes:
         batch: 0 if packed.
@@ -72,7 +72,7 @@ class Tile:
         return self.blocks_end(t)
 
     def steps(self) -> Int32:
-        if self.spec.most_room == 0:
+        if self.spec.most_wanted == 0:
             return Int32(0)
         steps = cute.ceil_div(self.candidates_end(self.last_token()), self.spec.blocks_a_step)
         return cutlass.select_(self.first < self.end, steps, Int32(0))
@@ -83,12 +83,12 @@ class Tile:
 
     def is_candidate(self, block: Int32, t: Int32) -> Boolean:
         spec, own = self.spec, t // self.spec.block_size
-        found = block < self.candidates_end(t)
+        inside = block < self.candidates_end(t)
         if const_expr(spec.init):
-            found = found & (block > spec.init - 1)
+            inside = inside & (block > spec.init - 1)
         if const_expr(spec.local and not spec.causal):
-            found = found & ((block < own - (spec.local - 1)) | (block > own))
-        return found
+            inside = inside & ((block < own - (spec.local - 1)) | (block > own))
+        return inside
 
     def is_open(self, step: Int32) -> Boolean:
         """True if all blocks of the step are candidates of all tokens, and all keys visible."""
@@ -96,15 +96,15 @@ class Tile:
         begin = step * spec.blocks_a_step
         end = begin + spec.blocks_a_step
         key = self.first_key(step)
-        found = (key >= 0) & (key + keys_of_step(spec) <= self.keys_end(self.first))
-        found = found & (end <= self.candidates_end(self.first))
+        inside = (key >= 0) & (key + keys_of_step(spec) <= self.keys_end(self.first))
+        inside = inside & (end <= self.candidates_end(self.first))
         if const_expr(spec.init):
-            found = found & (begin > spec.init - 1)
+            inside = inside & (begin > spec.init - 1)
         if const_expr(spec.local and not spec.causal):
             low = self.first // spec.block_size - (spec.local - 1)
             high = self.last_token() // spec.block_size
-            found = found & ((end <= low) | (begin > high))
-        return found
+            inside = inside & ((end <= low) | (begin > high))
+        return inside
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
 
 @dataclass(frozen=True)
 class BestBlocks:
-    """The second warpgroup's place in shared memory.
+    """The second warpgroup's buffers in shared memory.
 
     Attributes:
         sScores: fp32 [KEYS, tokens of a warp, WARPS].
@@ -24,7 +24,7 @@ class BestBlocks:
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
-    places: Tiles
+    scheduler: Tiles
     sScores: cute.Tensor
     sColumns: cute.Tensor
     sSelected: cute.Tensor
@@ -43,16 +43,16 @@ class BestBlocks:
         scores = self.sScores[None, cutlass.min(token, spec.tokens_a_warp - 1), warp]
         columns = (self.sColumns[None, None, warp], self.sSelected[None, None, warp])
         cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=2 * THREADS)
-        for tile in cutlass.range(cta, self.places.tiles(), ctas, unroll=1):
-            place = self.places.of(tile)
-            t = place.first + cutlass.min(number, spec.tokens - 1)
+        for tile in cutlass.range(cta, self.scheduler.tiles(), ctas, unroll=1):
+            work_tile = self.scheduler.of(tile)
+            t = work_tile.first + cutlass.min(number, spec.tokens - 1)
             own = t // spec.block_size
-            room = Int32(spec.n)
+            wanted = Int32(spec.n)
             if const_expr(spec.forced):
-                room = cutlass.max(spec.n - place.forced_blocks(own), 0)
-            mine = candidates.no_candidates(spec, *columns, room, lane)
-            values = StepValues(spec, scores, place, t, lane % spec.lanes)
-            steps, kept = place.steps(), Int32(0)
+                wanted = cutlass.max(spec.n - work_tile.forced_blocks(own), 0)
+            mine = candidates.no_candidates(spec, *columns, wanted, lane)
+            values = StepValues(spec, scores, work_tile, t, lane % spec.lanes)
+            steps, kept = work_tile.steps(), Int32(0)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.barrier(barrier_id=SCORES_WRITTEN, number_of_threads=2 * THREADS)
                 bits = values.all_bits(step)
@@ -60,11 +60,12 @@ class BestBlocks:
                 values.add_to(mine, step, bits)
             if steps > 0:
                 kept = candidates.select(mine)
-            written = kept_here & (t < place.end)
-            write_token_list(self.list_of(place, cutlass.min(t, place.end - 1)), mine, kept, own, place, written)
+            written = kept_here & (t < work_tile.end)
+            mList = self.list_of(work_tile, cutlass.min(t, work_tile.end - 1))
+            write_token_list(mList, mine, kept, own, work_tile, written)
             cute.arch.sync_warp()
 
-    def list_of(self, place: Tile, t: Int32) -> cute.Tensor:
+    def list_of(self, work_tile: Tile, t: Int32) -> cute.Tensor:
         """[n]"""
-        batch = () if self.spec.packed else (place.batch,)
-        return self.places.mIndices[(*batch, place.rows_before + t, place.head, None)]
+        batch = () if self.spec.packed else (work_tile.batch,)
+        return self.scheduler.mIndices[(*batch, work_tile.rows_before + t, work_tile.head, None)]

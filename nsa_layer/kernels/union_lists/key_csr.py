@@ -1,7 +1,7 @@
-"""The tokens that list each block, in CSR, and items of work over its rows: a counting sort of pairs (block, token).
+"""The tokens that list each block, in CSR, and work tiles over its rows: a counting sort of pairs (block, token).
 
-Four launches: pairs of every block in every chunk of tokens; sums over the chunks; starts and items; the tokens. No
-atomic decides an order. Counts of chunks take no more memory than one entry of each list.
+Four launches: pairs of every block in every chunk of tokens; sums over the chunks; starts and work tiles; the tokens.
+No atomic decides an order. Counts of chunks take no more memory than one entry of each list.
 
 A CTA has a chunk and a range of blocks, and goes through the chunk 32 tokens at a time. Every entry sets its token's
 bit in a word of its block in shared memory; the word then says how many of the 32 tokens list the block, and which
@@ -18,14 +18,14 @@ import torch
 from cutlass import Int32, Uint32, const_expr
 
 from flash_attn.cute.lists.rows import sequence_at
-from nsa_layer.kernels.csr import ITEM, RowStarts
+from nsa_layer.kernels.csr import WORK_TILE, RowStarts
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.union_lists.sizes import CHUNKS
 
 STEP = 32  # tokens: the bits of a word
 MOST_THREADS = 512
 LEAST_CHUNK = 256  # tokens
-ROOMS = 1024, 4096, 16384  # blocks of a CTA's range, as many as are needed if one is enough
+CAPACITIES = 1024, 4096, 16384  # blocks of a CTA's range, as many as are needed if one is enough
 MOST_PAIRS = 2**31 - 1
 
 
@@ -35,37 +35,37 @@ class Pairs(NamedTuple):
     Attributes:
         starts: int32 [rows + 1], of the rows in `tokens`.
         tokens: int32, positions in the sequence, ascending in a row; behind the last row nothing is written.
-        items: int32 [room, 4]: (row, begin, end, partial): tokens[begin:end] of a row, in order of rows. A row of more
-            than `cap` tokens has several, numbered by `partial` one after the other, -1 elsewhere; each other row,
-            also an empty one, has one. Behind the last item nothing is written.
-        row_items: int32 [rows + 1], items before each row.
+        work_tiles: int32 [capacity, 4]: (row, begin, end, partial): tokens[begin:end] of a row, in order of rows. A row
+            of more than `cap` tokens has several, numbered by `partial` one after the other, -1 elsewhere; each other
+            row, also an empty one, has one. Behind the last work tile nothing is written.
+        row_tiles: int32 [rows + 1], work_tiles before each row.
     """
 
     starts: torch.Tensor
     tokens: torch.Tensor
-    items: torch.Tensor
-    row_items: torch.Tensor
+    work_tiles: torch.Tensor
+    row_tiles: torch.Tensor
 
     @property
-    def item_count(self) -> torch.Tensor:
+    def tile_count(self) -> torch.Tensor:
         """Int32 [1], on the device."""
-        return self.row_items[-1:]
+        return self.row_tiles[-1:]
 
 
 class TokenPairs:
-    """Pairs of each block in each chunk of tokens or, given where rows start, the tokens at their places.
+    """Pairs of each block in each chunk of tokens or, arguments where rows start, the tokens in CSR.
 
     Args:
         n: entries of a list.
         block_size: keys of a block.
         q_tile: tokens that share a list.
         parts: query heads of a key/value head that have lists of their own; else 1. "Token" then is a token's head.
-        room: blocks of a CTA's range.
+        capacity: blocks of a CTA's range.
     """
 
-    def __init__(self, n: int, block_size: int, q_tile: int, parts: int, causal: bool, room: int) -> None:
+    def __init__(self, n: int, block_size: int, q_tile: int, parts: int, causal: bool, capacity: int) -> None:
         self.n, self.block_size, self.q_tile, self.parts = n, block_size, q_tile, parts
-        self.causal, self.room = causal, room
+        self.causal, self.capacity = causal, capacity
         self.threads = min(MOST_THREADS, STEP * n)
         starts = ("starts",) * 3
         self.shapes = f"B L H {n} *", *starts, "sequences", "segments chunks N", "ends", "pairs"
@@ -78,7 +78,7 @@ class TokenPairs:
         tensors, (queries, chunk, stream) = arguments[:8], arguments[8:]
         segments, chunks, N = tensors[5].shape
         self.kernel(tensors, queries * self.parts, chunk).launch(
-            grid=[chunks * cute.ceil_div(N, self.room) * segments, 1, 1], block=[self.threads, 1, 1], stream=stream
+            grid=[chunks * cute.ceil_div(N, self.capacity) * segments, 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -86,21 +86,21 @@ class TokenPairs:
         lists, cu_seqlens, cu_lists, cu_blocks, q_offset, counts, starts, tokens = tensors
         _, chunks, N = counts.shape
         tidx, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        ranges = cute.ceil_div(N, self.room)
+        ranges = cute.ceil_div(N, self.capacity)
         H = lists.shape[2] // self.parts
         segment, at = cta // ranges // chunks, cta // ranges % chunks
         batch, head = segment // H, segment % H
-        low = cta % ranges * self.room
-        high = cutlass.min(low + self.room, N)
+        low = cta % ranges * self.capacity
+        high = cutlass.min(low + self.capacity, N)
         smem = cutlass.utils.SmemAllocator()
-        words = smem.allocate_tensor(Uint32, cute.make_layout(2 * self.room), byte_alignment=16)
-        places = smem.allocate_tensor(Int32, cute.make_layout(self.room), byte_alignment=16)
+        words = smem.allocate_tensor(Uint32, cute.make_layout(2 * self.capacity), byte_alignment=16)
+        cursors = smem.allocate_tensor(Int32, cute.make_layout(self.capacity), byte_alignment=16)
         for i in cutlass.range(tidx, high - low, self.threads):
             words[i] = Uint32(0)
-            words[self.room + i] = Uint32(0)
-            places[i] = Int32(0)
+            words[self.capacity + i] = Uint32(0)
+            cursors[i] = Int32(0)
             if const_expr(starts is not None):
-                places[i] = starts[segment * N + low + i] + counts[segment, at, low + i]
+                cursors[i] = starts[segment * N + low + i] + counts[segment, at, low + i]
         first = at * chunk
         end = cutlass.min(first + chunk, end)
         mLists = cute.domain_offset((0, head * self.parts, 0), lists[batch, None, None, None])
@@ -110,7 +110,7 @@ class TokenPairs:
         self.read(mLists, (cu_seqlens, cu_lists), first, end, coming)
         cute.arch.sync_threads()
         for step in cutlass.range(cute.ceil_div(end - first, STEP)):
-            filled = cute.domain_offset(step % 2 * self.room, words)
+            filled = cute.domain_offset(step % 2 * self.capacity, words)
             token = first + step * STEP
             self.locate(coming, token, (cu_seqlens, cu_blocks, q_offset, batch, low, high), own, positions)
             self.read(mLists, (cu_seqlens, cu_lists), token + STEP, end, coming)
@@ -123,7 +123,7 @@ class TokenPairs:
                     ranks[i] = Int32(-1)
                     if own[i] >= 0:
                         ranks[i] = Int32(cute.arch.popc(Uint32(filled[own[i]]) & (self.bit(i) - 1)))
-                        tokens[places[own[i]] + ranks[i]] = positions[i]
+                        tokens[cursors[own[i]] + ranks[i]] = positions[i]
                 cute.arch.sync_threads()
             for i in cutlass.range_constexpr(cute.size(own)):
                 counted = own[i] >= 0
@@ -132,11 +132,11 @@ class TokenPairs:
                 if counted:
                     word = cute.arch.atomic_exch(filled.iterator + own[i], Uint32(0), scope="cta")
                     if word != 0:  # one thread has it, whichever was first
-                        places[own[i]] += Int32(cute.arch.popc(word))
+                        cursors[own[i]] += Int32(cute.arch.popc(word))
         if const_expr(tokens is None):
             cute.arch.sync_threads()
             for i in cutlass.range(tidx, high - low, self.threads):
-                counts[segment, at, low + i] = places[i]
+                counts[segment, at, low + i] = cursors[i]
 
     def bit(self, i: int) -> Uint32:
         """The bit of the token that a thread's i-th entry belongs to."""
@@ -161,7 +161,7 @@ class TokenPairs:
 
     @cute.jit
     def locate(self, entries: cute.Tensor, first: Int32, span: tuple, own: cute.Tensor, positions: cute.Tensor):
-        """Entries as places in the CTA's range, -1 if they have none there, and their tokens' positions."""
+        """Entries as blocks of the CTA's range, -1 outside of it, and their tokens' positions."""
         cu_seqlens, cu_blocks, q_offset, sequence, low, high = span
         for i in cutlass.range_constexpr(cute.size(own)):
             positions[i] = first + (cute.arch.thread_idx()[0] + i * self.threads) // self.n
@@ -226,14 +226,14 @@ def pairs_by_block(
     Args:
         block_indices: int32 [B, L, Hs, n], packed [lists of all sequences, Hs, n]; see the package.
         block_size: keys of a block.
-        cap: tokens of an item at most.
+        cap: tokens of a work tile at most.
         q_tile: tokens that share a list: token t of a sequence has list ``t // q_tile``.
         heads: rows are of so many heads, each of the lists of Hs / heads neighbours; "token" then stands for a token's
             list, and a position for ``position * (Hs / heads) + number of the list``. None: of Hs heads.
         queries, keys: tokens of a sequence, packed of all queries; None: as many as lists, and as many as queries.
         q_offset: int32 [B], packed [sequences]: position of the first token among its sequence's keys; None: 0.
         cu_seqlens, cu_lists, cu_blocks: packed: int32 [sequences + 1] on the device; queries, lists and blocks before
-            each sequence. Lists like queries unless given.
+            each sequence. None for lists: those of queries.
         blocks: packed: of all sequences, or more.
 
     Raises:
@@ -250,13 +250,13 @@ def pairs_by_block(
     parts = Hs // H
     chunk = max(LEAST_CHUNK, -(-T * parts // (CHUNKS * STEP)) * STEP)
     counts, totals = lists.new_empty(B * H, -(-T * parts // chunk), N), lists.new_empty(B * H * N)
-    starts, row_items = lists.new_empty(B * H * N + 1), lists.new_empty(B * H * N + 1)
-    tokens, items = lists.new_empty(entries), lists.new_empty(entries // cap + B * H * N, ITEM)
-    static = (n, block_size, q_tile, parts, causal, next((room for room in ROOMS if room >= N), ROOMS[-1]))
+    starts, row_tiles = lists.new_empty(B * H * N + 1), lists.new_empty(B * H * N + 1)
+    tokens, work_tiles = lists.new_empty(entries), lists.new_empty(entries // cap + B * H * N, WORK_TILE)
+    static = (n, block_size, q_tile, parts, causal, next((size for size in CAPACITIES if size >= N), CAPACITIES[-1]))
     of_lists = cu_seqlens if cu_lists is None else cu_lists
-    given = (lists, cu_seqlens, of_lists, cu_blocks, q_offset if causal else None, counts)
-    launch("token_pairs", TokenPairs, static, *given, None, None, T, chunk)
+    arguments = (lists, cu_seqlens, of_lists, cu_blocks, q_offset if causal else None, counts)
+    launch("token_pairs", TokenPairs, static, *arguments, None, None, T, chunk)
     launch("chunk_sums", ChunkSums, (), counts, totals)
-    launch("row_starts", RowStarts, (cap, True), totals, starts, row_items, items, None, 0)
-    launch("token_pairs", TokenPairs, static, *given, starts, tokens, T, chunk)
-    return Pairs(starts, tokens, items, row_items)
+    launch("row_starts", RowStarts, (cap, True), totals, starts, row_tiles, work_tiles, None, 0)
+    launch("token_pairs", TokenPairs, static, *arguments, starts, tokens, T, chunk)
+    return Pairs(starts, tokens, work_tiles, row_tiles)

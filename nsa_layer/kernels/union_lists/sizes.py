@@ -38,5 +38,5 @@ def longest_work_tile(pairs: int, rows: int) -> int:
 
 
 def most_partials(pairs: int, longest: int) -> int:
-    """Capacity for partial sums, which only key blocks of more than `longest` pairs have, see `Pairs.items`."""
+    """Capacity for partial sums, which only key blocks of more than `longest` pairs have, see `Pairs.work_tiles`."""
     return 2 * pairs // longest

@@ -2,7 +2,7 @@
 
 A CTA has a tile. It marks the blocks in a bitmap of the sequence's blocks in shared memory; prefix sums of its words'
 popcounts give each block its place in the union; then every entry sets its token's bit there. Unions longer than the
-room for them are written in rounds, from the entries in registers.
+capacity for them are written in rounds, from the entries in registers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.union_lists.sizes import KEYS, MOST_WORDS, ROWS, tokens_of_tile, union_capacity, words_of_entry
 
 PER_THREAD = 8  # entries of lists, while 1,024 threads are enough for them
-MOST_ROOM = 512  # entries of a union that are made at a time
+MOST_CAPACITY = 512  # entries of a union that are written in a round
 BITMAP_WORDS = (32, 256, 2048, 16384)  # of 32 blocks
 
 
@@ -61,7 +61,7 @@ class UnionLists:
         self.words = words_of_entry(G, block_size)
         self.entries = tokens_of_tile(G) * n
         self.threads = min(1024, 32 * -(-self.entries // (32 * PER_THREAD)))
-        self.room = min(MOST_ROOM, self.entries)
+        self.capacity = min(MOST_CAPACITY, self.entries)
         starts = ("starts",) * 4
         self.shapes = f"B L H {n} *", *starts, "sequences", "B H M", "B H M R", f"B H M R {self.words}"
 
@@ -84,8 +84,8 @@ class UnionLists:
         smem = cutlass.utils.SmemAllocator()
         bitmap = smem.allocate_tensor(Uint32, cute.make_layout(self.bitmap_words), byte_alignment=16)
         before = smem.allocate_tensor(Int32, cute.make_layout(self.bitmap_words), byte_alignment=16)
-        union = smem.allocate_tensor(Int32, cute.make_layout(self.room), byte_alignment=16)
-        tokens = smem.allocate_tensor(Uint32, cute.make_layout(self.room * self.words), byte_alignment=16)
+        union = smem.allocate_tensor(Int32, cute.make_layout(self.capacity), byte_alignment=16)
+        tokens = smem.allocate_tensor(Uint32, cute.make_layout(self.capacity * self.words), byte_alignment=16)
         total = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
 
         origin, T, S, tile, sequence = Int32(0), queries, keys, m, batch
@@ -128,8 +128,8 @@ class UnionLists:
         cute.arch.sync_threads()
 
         size = total[0]
-        for done in cutlass.range(0, size, self.room):
-            here = cutlass.min(size - done, self.room)
+        for done in cutlass.range(0, size, self.capacity):
+            here = cutlass.min(size - done, self.capacity)
             for i in cutlass.range(tidx, here * self.words, self.threads, unroll=1):
                 tokens[i] = Uint32(0)
             cute.arch.sync_threads()
@@ -202,7 +202,7 @@ def union_lists(
         queries, keys: tokens of a sequence, packed of the longest; None: as many as lists, and as many as queries.
         q_offset: int32 [B], packed [sequences]: position of the first token among its sequence's keys; None: 0.
         cu_seqlens, cu_seqlens_k, cu_lists, cu_tiles: packed: int32 [sequences + 1] on the device; queries, keys, lists
-            and tiles before each sequence. Keys and lists like queries unless given.
+            and tiles before each sequence. None for keys or lists: those of queries.
         tiles: packed: of all sequences, or more; tiles past the last sequence are empty.
 
     Raises:

@@ -71,7 +71,7 @@ def test_of_tokens(n: int, causal: bool, modules: SimpleNamespace) -> None:
             assert listed == sorted(forced), where
             if len(forced) < n and candidates:
                 assert [j for j in range(config.num_blocks(T)) if place.is_candidate(j, t)] == candidates, where
-                assert n - len(forced) <= spec.most_room, where
+                assert n - len(forced) <= spec.most_wanted, where
                 if causal:
                     assert [*range(*modules.decode_topk.candidates(of_decode, t))] == candidates, where
                     assert n - len(forced) <= of_decode.chosen, where
@@ -98,7 +98,7 @@ def test_of_tiles(q_tile: int, causal: bool, modules: SimpleNamespace) -> None:
                 forced = [j for j in begun if j not in candidates][: max(0, n - len(candidates))]
             listed = [modules.epilogue.forced_block(i, *reach, place, spec) for i in range(count)]
             assert listed == sorted(forced), where
-            room = modules.epilogue.room_of(tile, place, spec)
+            room = modules.epilogue.num_wanted(tile, place, spec)
             assert own or max(0, room) == n - len(forced), where
             end = modules.query_tiles.candidates_end(t0, T, SIZE, causal)
             if room > 0:

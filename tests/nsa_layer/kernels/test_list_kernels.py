@@ -216,16 +216,16 @@ def assert_pairs(case: Case, listed: list[torch.Tensor], pairs) -> None:
         items += [(row, ends[i], ends[i + 1], partials + i if pieces > 1 else -1) for i in range(pieces)]
         partials += pieces if pieces > 1 else 0
         row_items.append(len(items))
-    assert pairs.item_count.item() == len(items) <= len(pairs.items)
-    assert torch.equal(pairs.items[: len(items)], torch.tensor(items, dtype=torch.int32))
-    assert pairs.row_items.tolist() == row_items
+    assert pairs.tile_count.item() == len(items) <= len(pairs.work_tiles)
+    assert torch.equal(pairs.work_tiles[: len(items)], torch.tensor(items, dtype=torch.int32))
+    assert pairs.row_tiles.tolist() == row_items
     assert partials <= most_partials(int(starts[-1]), case.longest)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_unions_and_tokens_are_those_of_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_csr, "ROOMS", (1024,))  # the longest cases take two ranges of blocks
+    monkeypatch.setattr(key_csr, "CAPACITIES", (1024,))  # the longest cases take two ranges of blocks
     lists = draw(case)
     unions, pairs = (type(of)(*(x.cpu() for x in of)) for of in made(case, [x.cuda() for x in lists]))
     listed = [chosen(case, b, of) for b, of in enumerate(lists)]

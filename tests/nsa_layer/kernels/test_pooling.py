@@ -11,8 +11,8 @@ from kernel_cases import starts
 
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.chunked import sum_rounded
-from nsa_layer.eager.pooling import mean_pool
-from nsa_layer.kernels.pooling.mean_pool import pool, unpool
+from nsa_layer.eager import pooling
+from nsa_layer.kernels.pooling.mean_pool import mean_pool, mean_pool_backward
 from nsa_layer.kernels.pooling.tiling import SMEM_FLOATS, Pooling, plan_blocks, plan_segments
 
 POOLINGS = [(64, 64), (64, 16), (32, 16), (16, 16), (128, 64), (7, 7), (12, 3), (96, 96), (512, 512), (64, 1), (512, 1)]
@@ -68,8 +68,8 @@ class Case:
     def means(self, x: torch.Tensor) -> torch.Tensor:
         """The definition, in fp64."""
         if self.lengths is None:
-            return mean_pool(x.double(), config=self.config)
-        parts = [mean_pool(part.double()[None], config=self.config) for part in x.split(self.lengths)]
+            return pooling.mean_pool(x.double(), config=self.config)
+        parts = [pooling.mean_pool(part.double()[None], config=self.config) for part in x.split(self.lengths)]
         return torch.cat(parts, 1).squeeze(0)
 
     def gradients(self, d_means: torch.Tensor, D: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_tokens_of_overlapping_blocks_are_read_little_more_than_once(D: int) -> 
 
 def both(case: Case, k: torch.Tensor, v: torch.Tensor, cu: dict) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **cu, **case.options)
-    return pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
+    return mean_pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
 
 
 def one_alone(case: Case, k: torch.Tensor, v: torch.Tensor, cu: dict) -> list[torch.Tensor]:
@@ -136,8 +136,8 @@ def one_alone(case: Case, k: torch.Tensor, v: torch.Tensor, cu: dict) -> list[to
     k_means, none = both(case, k, None, cu)
     assert nothing == () and none is None
     dk, dv, *beside = (torch.full_like(x, 7) for x in (k, v, k, v))
-    unpool(k_means[0], None, dk, beside[1], **cu, **case.options)
-    unpool(None, v_mean, beside[0], dv, **cu, **case.options)
+    mean_pool_backward(k_means[0], None, dk, beside[1], **cu, **case.options)
+    mean_pool_backward(None, v_mean, beside[0], dv, **cu, **case.options)
     return [*k_means, v_mean, dk, dv, *beside]
 
 
@@ -152,7 +152,7 @@ def traced(index: int) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
         }
     k_means, v_mean = both(case, k, v, cu)
     gradients = torch.empty_like(k), torch.empty_like(v)
-    unpool(k_means[0], v_mean, *gradients, **cu, **case.options)
+    mean_pool_backward(k_means[0], v_mean, *gradients, **cu, **case.options)
     alone = one_alone(case, k, v, cu)[: len(k_means) + 3]
     return [[(tuple(x.shape), x.dtype) for x in each] for each in ((*k_means, v_mean, *gradients), alone)]
 
@@ -172,7 +172,7 @@ def test_one_alone_has_the_bits_that_it_has_with_the_other(case: Case) -> None:
     k, v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
     (k_mean, *others), v_mean = both(case, k, v, case.starts())
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    unpool(k_mean, v_mean, dk, dv, **case.starts(), **case.options)
+    mean_pool_backward(k_mean, v_mean, dk, dv, **case.starts(), **case.options)
     expected = [k_mean, *others, v_mean, dk, dv, torch.full_like(k, 7), torch.full_like(v, 7)]
     for got, right in zip(one_alone(case, k, v, case.starts()), expected, strict=True):
         assert torch.equal(got, right)
@@ -180,10 +180,10 @@ def test_one_alone_has_the_bits_that_it_has_with_the_other(case: Case) -> None:
 
 def test_without_a_complete_block_nothing_is_launched() -> None:
     k = torch.full((2, 5, 3, 64), float("nan"), dtype=torch.bfloat16)
-    (k_mean,), v_mean = pool(k, k, k_dtypes=(torch.float32,), v_dtype=k.dtype, block_size=64, stride=64)
+    (k_mean,), v_mean = mean_pool(k, k, k_dtypes=(torch.float32,), v_dtype=k.dtype, block_size=64, stride=64)
     assert k_mean.shape == v_mean.shape == (2, 0, 3, 64)
     dk, dv = k.clone(), k.clone()
-    unpool(k_mean, v_mean, dk, dv, block_size=64, stride=64)
+    mean_pool_backward(k_mean, v_mean, dk, dv, block_size=64, stride=64)
     assert torch.equal(dk, torch.zeros_like(k)) and torch.equal(dv, torch.zeros_like(k))
 
 
@@ -210,7 +210,7 @@ def test_means_and_gradients_are_the_definitions(case: Case) -> None:
     for dtype in (torch.float32, case.dtype):
         dk_cmp, dv_cmp = (case.tensor(D, dtype, case.blocks) for D in (case.D, case.Dv))
         dk, dv = nan_filled(torch.empty_like(k)), nan_filled(torch.empty_like(v))
-        unpool(dk_cmp, dv_cmp, dk, dv, **case.starts(), **case.options)
+        mean_pool_backward(dk_cmp, dv_cmp, dk, dv, **case.starts(), **case.options)
         for got, d_cmp, D in ((dk, dk_cmp, case.D), (dv, dv_cmp, case.Dv)):
             expected = case.gradients(d_cmp, D)
             torch.testing.assert_close(
@@ -235,16 +235,16 @@ def test_means_and_gradients_are_as_exact_at_the_end_of_the_range(case: Case) ->
     static = dict(
         k_dtypes=case.k_dtypes, v_dtype=torch.float32, total_blocks=case.blocks, **case.starts(), **case.options
     )
-    (expected, *_), _ = pool(x, x, **static)
-    (k_mean, k_rounded), v_mean = pool(x * large, x * large, **static)
+    (expected, *_), _ = mean_pool(x, x, **static)
+    (k_mean, k_rounded), v_mean = mean_pool(x * large, x * large, **static)
     assert torch.equal(k_mean, expected * large) and torch.equal(v_mean, k_mean)
     assert torch.equal(k_rounded, k_mean.bfloat16())
     for dtype in (torch.float32, torch.bfloat16):
         d_mean = tensor(dtype, case.blocks)
         static = dict(**case.starts(), **case.options)
         expected, *got = (torch.empty_like(x) for _ in range(3))
-        unpool(d_mean, d_mean, expected, torch.empty_like(x), **static)
-        unpool(d_mean * large, d_mean * large, *got, **static)
+        mean_pool_backward(d_mean, d_mean, expected, torch.empty_like(x), **static)
+        mean_pool_backward(d_mean * large, d_mean * large, *got, **static)
         assert all(torch.equal(dx, expected * large) for dx in got)
 
 
@@ -256,12 +256,12 @@ def test_rows_past_two_gigabytes() -> None:
     x = torch.zeros(1, T, H, D, device="cuda", dtype=torch.bfloat16)
     x[:, -200:] = torch.randn(200, H, D, device="cuda", dtype=torch.bfloat16)
     static = dict(block_size=64, stride=64)
-    (mean,), _ = pool(x, x, k_dtypes=(torch.float32,), v_dtype=x.dtype, **static)
+    (mean,), _ = mean_pool(x, x, k_dtypes=(torch.float32,), v_dtype=x.dtype, **static)
     tail = T // 64 * 64 - 128
     expected = x[:, tail : tail + 128].double().unflatten(1, (-1, 64)).mean(2)
     torch.testing.assert_close(mean[:, -2:].double(), expected, rtol=1e-6, atol=1e-6)
     dx = nan_filled(x)
-    unpool(mean, mean, dx, torch.empty_like(x), **static)
+    mean_pool_backward(mean, mean, dx, torch.empty_like(x), **static)
     torch.testing.assert_close(
         dx[:, tail : tail + 128].float(), (mean[:, -2:] / 64).repeat_interleave(64, 1), rtol=1e-2, atol=0.0
     )
@@ -303,7 +303,7 @@ def launches() -> list[list[str]]:
     """Kernels of the sum of each case that is taken; in a worker."""
     from nsa_layer.kernels.pooling import rounded_sum
 
-    assert not any(rounded_sum.takes([case.rows()] * case.parts, case.rows()) for case in OTHERS)
+    assert not any(rounded_sum.can_sum([case.rows()] * case.parts, case.rows()) for case in OTHERS)
     found = []
     for case in TAKEN:
         with noted(rounded_sum, "launch", lambda name, *_: name) as names:
