@@ -18,15 +18,13 @@ from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, WEIGHTS, che
 from nsa_layer.context_parallel.gather import kept_of_shard
 from nsa_layer.context_parallel.layout import ShardLayout, head_steps
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.transport import Exchange, copy, exchange
+from nsa_layer.context_parallel.transport import INVERSE, Exchange, copy, exchange
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.operators.registration import dispatcher_sees
 
 Tensor = torch.Tensor
 Layouts = Sequence[ShardLayout]
-START, FINISH, WHOLE = "start", "finish", "whole"
 OF_AUX = (TOKENS, TILES, *[TOKENS] * 4)  # kinds of rows of o, and of `Aux`
-OTHER = {START: FINISH, FINISH: START, WHOLE: WHOLE}
 
 
 def attend_layer(
@@ -97,24 +95,24 @@ def attend(
     parts = [_split_heads(x, sizes(x.shape[2])) for x in rows.values()]
     weights = {name: given[name] for name in WEIGHTS if given[name] is not None}
     weights = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
-    start, finish = (None, WHOLE) if dispatcher_sees(q) else (START, FINISH)
 
-    def send(layouts: Layouts, to_heads: bool, xs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Start an exchange; returns what waits for it."""
-        together = Exchange(cp)
-        if start is not None:
-            xs = _Exchange.apply(together, layouts, start, to_heads, *xs)
-        return lambda: _Exchange.apply(together, layouts, finish, to_heads, *xs)
+    def send(way: str, layouts: Layouts, xs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Start an exchange, outside graphs; returns what waits for it."""
+        if dispatcher_sees(q):
+            return partial(exchange, way, xs, layouts, cp)
+        halves = partial(_Half.apply, Exchange(cp), layouts)
+        sent = halves(way, True, *xs)
+        return lambda: halves(way, False, *sent)
 
     # Backward goes in the opposite order, so that there, too, exchanges start before the attention beside them.
-    sent, answers = [send(to_heads, True, [part[0] for part in parts])], []
+    sent, answers = [send("to_heads", to_heads, [part[0] for part in parts])], []
     for step in range(len(steps)):
         if step + 1 < len(steps):
-            sent.append(send(to_heads, True, [part[step + 1] for part in parts]))
+            sent.append(send("to_heads", to_heads, [part[step + 1] for part in parts]))
         here = {name: x[0] if packed else x for name, x in zip(rows, sent.pop(0)())}
         here |= {name: w[step] for name, w in weights.items()}
         outputs = _by_rows(function(**here, cu_seqlens=call.cu_seqlens))
-        answers.append(send(to_tokens, False, [x[None] if packed else x for x in outputs]))
+        answers.append(send("to_tokens", to_tokens, [x[None] if packed else x for x in outputs]))
     joined = [_join_heads(parts) for parts in zip(*[receive() for receive in answers])]
     o, *more = [x[0] if packed else x for x in joined]
     if len(more) < 2:
@@ -138,44 +136,36 @@ def _step_sizes(call: Call, tokens: ShardLayout, cp: ContextParallel) -> list[in
     return [end - first for first, end in head_steps(own, tokens.total)]
 
 
-class _Exchange(torch.autograd.Function):
-    """A whole exchange, or half of one: backward is the other half of the one in the opposite direction.
+class _Half(torch.autograd.Function):
+    """Half of an exchange: backward is the other half of the one in the opposite direction.
 
     Args:
-        phase: START: send, and return empty tensors; FINISH: wait, and return what was received; WHOLE: both.
-        to_heads: from this rank's rows of all heads [B, n, R, h, ...] to all rows of its heads [B, N, h, ...].
+        starts: send, and return empty tensors; else wait, and return what was received.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, together: Exchange, layouts: Layouts, phase: str, to_heads: bool, *xs: Tensor
+        ctx: Any, together: Exchange, layouts: Layouts, way: str, starts: bool, *xs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.static = together, layouts, phase, to_heads
-        outputs = _exchange(together, layouts, phase, to_heads, xs)
+        ctx.static = together, layouts, way, starts
+        outputs = _half(*ctx.static, xs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x, needed in zip(outputs, ctx.needs_input_grad[4:]) if not needed))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        together, layouts, phase, to_heads = ctx.static
-        # A graph makes zeros of the gradients that are not needed.
-        ds = tuple(d if needed else None for d, needed in zip(ds, ctx.needs_input_grad[4:], strict=True))
-        return *(None,) * 4, *_exchange(together, layouts, OTHER[phase], not to_heads, ds)
+        together, layouts, way, starts = ctx.static
+        return *(None,) * 4, *_half(together, layouts, INVERSE[way], not starts, ds)
 
 
-def _exchange(
-    together: Exchange, layouts: Layouts, phase: str, to_heads: bool, xs: Sequence[Tensor | None]
+def _half(
+    together: Exchange, layouts: Layouts, way: str, starts: bool, xs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    way = "to_heads" if to_heads else "to_tokens"
-    if phase == WHOLE:
-        present = [(x, layout) for x, layout in zip(xs, layouts, strict=True) if x is not None]
-        outputs = iter(exchange(way, *map(list, zip(*present)), together.cp))
-        return tuple(None if x is None else next(outputs) for x in xs)
-    if phase == FINISH:
+    if not starts:
         together.wait()
-        outputs, together.held = together.held, ()
-        return outputs
+        received, together.held = together.held, ()
+        return received
     add = getattr(together, way)
     together.held = tuple(None if x is None else add(x, layout) for x, layout in zip(xs, layouts, strict=True))
     together.start()

@@ -119,31 +119,46 @@ class Exchange:
 
 def exchange(
     way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout], cp: ContextParallel, ranges: Ranges | None = None
-) -> list[Tensor]:
-    """An `Exchange` from start to end by the operator, of tensors or of one tensor's ranges; for graphs too.
+) -> tuple[Tensor, ...]:
+    """An `Exchange` from start to end by the operator, differentiable: of tensors, or of one tensor's ranges.
 
     Args:
         way: "to_heads" or "to_tokens"; "gather" of one tensor, or "reduce_scatter" of its addends.
     """
-    counts = [count for layout in layouts for count in layout.counts]
-    ends = [end for of_rank in ranges or () for rows in of_rank for end in (rows.start, rows.stop)]
-    return OPS.exchange.default(list(xs), way, counts, ends, *static_of(cp))
+    return _Exchange.apply(way, layouts, cp, ranges, *xs)
 
 
 def gather(x: Tensor, layout: ShardLayout, cp: ContextParallel, ranges: Ranges | None = None) -> tuple[Tensor, ...]:
     """Differentiable `Exchange.gather`."""
-    return _Gather.apply(x, layout, cp, layout.all_rows if ranges is None else ranges)
+    return exchange("gather", [x], [layout], cp, ranges or layout.all_rows)
 
 
-class _Gather(torch.autograd.Function):
+INVERSE = dict(to_heads="to_tokens", to_tokens="to_heads", gather="reduce_scatter", reduce_scatter="gather")
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: ShardLayout, cp: ContextParallel, ranges: Ranges) -> tuple[Tensor, ...]:
-        ctx.static = [layout], cp, ranges
-        return tuple(exchange("gather", [x], *ctx.static))
+    def forward(
+        ctx: Any, way: str, layouts: Sequence[ShardLayout], cp: ContextParallel, ranges: Ranges | None, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.static = way, layouts, cp, ranges
+        return tuple(_by_operator(way, xs, layouts, cp, ranges))
 
     @staticmethod
     def backward(ctx: Any, *ds: Tensor) -> tuple[Tensor | None, ...]:
-        return *exchange("reduce_scatter", ds, *ctx.static), None, None, None
+        (way, layouts, cp, ranges), needs = ctx.static, ctx.needs_input_grad[4:]
+        if ranges is None:
+            ds, layouts = zip(*((d, of) for d, of, need in zip(ds, layouts, needs) if need))
+        grads = iter(_by_operator(INVERSE[way], ds, layouts, cp, ranges))
+        return *(None,) * 4, *(next(grads) if need else None for need in needs)
+
+
+def _by_operator(
+    way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout], cp: ContextParallel, ranges: Ranges | None
+) -> list[Tensor]:
+    counts = [count for layout in layouts for count in layout.counts]
+    ends = [end for of_rank in ranges or () for rows in of_rank for end in (rows.start, rows.stop)]
+    return OPS.exchange.default(list(xs), way, counts, ends, *static_of(cp))
 
 
 CP = "str group_name, str? load_balance, int rank, int size"  # the rank too: graphs are kept by their constants
