@@ -87,17 +87,6 @@ def test_kernels_are_launched_on_cast_inputs(case: Case) -> None:
     assert len(with_autocast) > 15 and with_autocast == launched(False)
 
 
-def test_the_choice_between_two_blocks() -> None:
-    """Scores that are rounded to half precision name another block in many of these."""
-    config = NSAConfig(block_size=8, block_counts=1, q_tile=8, window_size=8, init_blocks=0, local_blocks=0)
-    for seed in range(100):
-        q, k, v = leaves(Case(T=17, config=config, gate="none", seed=seed), torch.float32)[0].values()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            _, aux = nsa(q, k, v, config=config, return_aux=True)
-        _, want = nsa(*(x.bfloat16() for x in (q, k, v)), config=config, return_aux=True)
-        assert torch.equal(aux.block_indices, want.block_indices), seed
-
-
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_double_precision_is_left_alone(backend: str) -> None:
     (given, _, _), static = leaves(CASES[0], torch.float64), dict(config=SMALL, backend=backend)

@@ -251,8 +251,8 @@ def tensors(**sizes: int) -> tuple[torch.Tensor, ...]:
 
 def lists() -> Any:
     case = Case(T=256, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=4))
-    of_tokens, offset = torch.zeros(1, 256, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    return query_lists(of_tokens, 2, 256, 512, spec=case.spec, q_offset=offset)
+    of_tokens = torch.zeros(1, 256, 2, 4, dtype=torch.int32)
+    return query_lists(of_tokens, 2, 256, 512, spec=case.spec, q_offset=offset())
 
 
 def offset() -> torch.Tensor:
@@ -267,16 +267,16 @@ CALLS = {
 }
 
 
-def told(call: Any) -> list:
+def told(call: Any, *out: torch.Tensor) -> list:
     """The launches of a call of these tensors, with addresses told by the input."""
     (q, k, v), options = call
     named = [x for value in options.values() for x in (value if isinstance(value, tuple) else (value,))]
-    inputs = [q, k, v, *(x for x in named if isinstance(x, torch.Tensor))]
-    return launches(lambda: repeated_calls.attend(q, k, v, **options), inputs)[0]
+    inputs = [q, k, v, *out, *(x for x in named if isinstance(x, torch.Tensor))]
+    return launches(lambda: repeated_calls.attend(q, k, v, *[out] * bool(out), **options), inputs)[0]
 
 
 @pytest.fixture
-def interface(monkeypatch: pytest.MonkeyPatch) -> list:
+def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
     """Calls of the interface."""
     from flash_attn.cute import interface
 
@@ -300,38 +300,25 @@ def test_the_same_is_launched_for_other_tensors(interface: list, name: str) -> N
 
 
 def test_calls_apart_are_not_taken_for_one_another(interface: list) -> None:
+    """Nor those whose tensors are not known by address: k is v, or v is copied."""
     (q, k, v), options = CALLS["window"]()
     calls = [((q, k, v), options), (tensors(T=128), options), ((q, k, v), options | dict(window_size_left=31))]
     heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
     calls += [((q.half(), k.half(), v.half()), options), ((q, heads_first, v), options)]
-    for call in calls * 2:
+    causal, copied = CALLS["causal"]()[1], torch.zeros(1, 512, 2, 129, dtype=torch.bfloat16)[..., :128]
+    unknown = [((q, k, x), causal) for x in (k, copied)]
+    for call in (calls + unknown) * 2:
         told(call)
-    assert len(interface) == len(calls)
+    assert len(interface) == len(calls) + 2 * len(unknown)
 
 
-@pytest.mark.parametrize("name", ["one tensor", "copied"])
-def test_calls_whose_tensors_are_not_known_by_address(interface: list, name: str) -> None:
-    (q, k, v), options = CALLS["causal"]()
-    v = k if name == "one tensor" else torch.zeros(1, 512, 2, 129, dtype=torch.bfloat16)[..., :128]
-    for _ in range(2):
-        told(((q, k, v), options))
-    assert len(interface) == 2
-
-
-def test_gradients_are_left_out(interface: list) -> None:
-    (q, k, v), options = CALLS["causal"]()
-    told(((q, k, v), options))
-    with torch.no_grad():
-        told(((q.requires_grad_(), k, v), options))
-    assert len(interface) == 1
-
-
-def test_outputs_that_are_given_are_written(interface: list) -> None:
+def test_gradients_are_left_out_and_outputs_that_are_given_are_written(interface: list) -> None:
     """By the first call and by those after."""
     (q, k, v), options = CALLS["causal"]()
     o, lse = torch.zeros_like(q), torch.zeros(1, 4, 256)
-    for _ in range(2):
-        noted, _ = launches(lambda: repeated_calls.attend(q, k, v, (o, lse), **options), [q, k, v, o, lse])
+    for x in (q, q.detach().requires_grad_()):
+        with torch.no_grad():
+            noted = told(((x, k, v), options), o, lse)
         places = [arg[0] for _, args in noted for arg in args if isinstance(arg[0], tuple)]
         assert places == [("input", i) for i in range(5)]
     assert len(interface) == 1

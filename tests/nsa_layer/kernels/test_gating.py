@@ -105,13 +105,13 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def assert_close(
-    case: Case, name: str, got: torch.Tensor, eager: torch.Tensor | None, exact: torch.Tensor, dtype: torch.dtype
+    case: Case, name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype
 ) -> None:
     assert got.shape == exact.shape and got.dtype == dtype, f"{name} of {case}: {got.shape} {got.dtype}"
     assert got.isfinite().all(), f"{name} of {case} is not finite"
     # fp32 sums of a few hundred numbers, whatever the dtype
     rounding = max(torch.finfo(dtype).eps, 4e-6) * exact.abs().max().item() + 1e-6
-    allowed = 2 * (error(eager, exact) if eager is not None else 0.0) + rounding
+    allowed = 2 * error(eager, exact) + rounding
     assert error(got, exact) <= allowed, f"{name} of {case}: error {error(got, exact):.3g}, allowed {allowed:.3g}"
 
 

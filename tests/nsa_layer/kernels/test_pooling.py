@@ -108,20 +108,16 @@ TRACED = [
 
 
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("pooling", [*POOLINGS, (1, 1), (127, 127), (1024, 16), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("pooling", [*POOLINGS, (64, 32), (1, 1), (127, 127), (1024, 16), (4096, 4096)], ids=str)
 def test_every_block_of_a_tile_is_whole_segments_in_shared_memory(pooling: tuple[int, int], D: int) -> None:
+    """Tokens of overlapping blocks are read little more than once."""
     l, d = pooling
     blocks = plan_blocks(Pooling(l, d), D)
     plan = plan_segments(Pooling(l, d), blocks, D)
     assert l % plan.size == 0 and (blocks == 1 or d % plan.size == 0)
     assert plan.size * plan.count == (blocks - 1) * d + l
     assert plan.count * D <= SMEM_FLOATS
-
-
-@pytest.mark.parametrize("D", [64, 128])
-def test_tokens_of_overlapping_blocks_are_read_little_more_than_once(D: int) -> None:
-    for l, d in ((64, 16), (32, 16), (64, 32), (128, 64)):
-        blocks = plan_blocks(Pooling(l, d), D)
+    if pooling in ((64, 16), (32, 16), (64, 32), (128, 64)):
         assert (blocks - 1) * d + l <= 1.15 * blocks * d
 
 
