@@ -258,21 +258,17 @@ def test_kernels_are_launched_without_a_look_at_starts(
             torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
 
-@pytest.mark.parametrize("q_tile", [1, 128])
+@pytest.mark.parametrize("q_tile", [1, 32, 128])
 def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(q_tile: int, left_on_gpu: None) -> None:
-    """A call whose lengths the host does not know keeps nothing that another number of sequences does not fit."""
-    q, k, v = halves(4, 2, 2)
+    """A call whose lengths the host does not know keeps nothing that another number of sequences does not fit, and
+    returns lists with the capacity for any lengths."""
+    (q, k, v), options = halves(4, 2, 2), dict(config=NSAConfig(q_tile=q_tile), backend="cute", return_aux=True)
     with stubbed_layer():
         for lengths in (LENGTHS, (sum(LENGTHS),), (500, 524)):
-            o = nsa(q, k, v, cu_seqlens=starts_of(lengths), config=NSAConfig(q_tile=q_tile), backend="cute")
+            o, aux = nsa(q, k, v, cu_seqlens=starts_of(lengths), **options)
             torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
-
-
-def test_lists_that_are_returned_have_room_for_any_lengths(left_on_gpu: None) -> None:
-    options = dict(cu_seqlens=starts_of(LENGTHS), config=NSAConfig(q_tile=32), backend="cute")
-    with stubbed_layer():
-        _, aux = nsa(*halves(4, 2, 2), **options, return_aux=True)
-    assert aux.block_indices.shape == (32 + len(LENGTHS) - 1, 2, NSAConfig().list_width(1024))
+            tiles = 1024 // q_tile + (len(lengths) - 1) * (q_tile > 1)
+            assert aux.block_indices.shape == (tiles, 2, NSAConfig().list_width(1024))
 
 
 def unread(call: Callable[..., Tensor], of: list[Tensor], **lengths: tuple[int, ...]) -> tuple[list[Tensor], ...]:
