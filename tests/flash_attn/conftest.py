@@ -1,5 +1,6 @@
 """The architectures to compile for, each with one worker process a session."""
 
+from collections.abc import Callable
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = SimpleNamespace(apply=lambda *args: "launched")
     monkeypatch.setattr(interface, "FlashAttnFunc", stand_in)
     monkeypatch.setattr(interface, "FlashAttnVarlenFunc", stand_in)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """Calls of attention's operators: each, and its arguments."""
+    from flash_attn.cute.operators import attention as operators
+
+    made = []
+
+    def noting(op: Any) -> Callable[..., Any]:
+        return lambda *args, **static: made.append((op, args, static)) or op(*args, **static)
+
+    of_both = {name: noting(getattr(operators.OPS, name).default) for name in ("attention", "attention_backward")}
+    monkeypatch.setattr(operators, "OPS", SimpleNamespace(**of_both))
+    return made
 
 
 @pytest.hookimpl(tryfirst=True)

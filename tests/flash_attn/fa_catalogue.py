@@ -11,6 +11,7 @@ from fuzz.case import Attention as Case
 LONG = dict(T_q=700, T_k=700)
 # Of packed sequences: tails, one query, no queries, no keys, more keys than queries and fewer.
 PACK = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
+PACKED = dict(packed=PACK, lists="both")
 # More than multiprocessors, and than tiles of all others.
 MANY = tuple((i * 7 % 50, i * 11 % 140) for i in range(400))
 
@@ -19,8 +20,6 @@ SM90 = [
     Case(D=128, causal=True),
     Case(T_q=500, T_k=600, window=(None, 40), mask_mod="thirds"),
     Case(T_q=1500, T_k=700, window=(100, None), deterministic=True),
-    Case(T_q=500, T_k=1200, Hq=8, window=(299, 0), deterministic=True),
-    Case(T_q=900, T_k=1500, window=(200, 100), deterministic=True),
     Case(D=128, window=(2**31 - 1, 10)),
     Case(D=128, window=(20, 2**31 - 1)),
     Case(D=128, window=(2**40, None)),
@@ -98,25 +97,14 @@ SM90 = [
     Case(Hkv=1, packed=PACK, causal=True, mask_mod="keyed", lists="both", form="ragged"),
     Case(D=96, Hkv=4, packed=PACK, lists="no full", form="compact", block=(192, 128)),
     Case(D=96, packed=PACK, window=(None, 100), lists="both", form="ragged"),
-    Case(
-        D=128, packed=PACK, causal=True, lists="both", form="ragged", deterministic=True, launch="right to left", plan=2
-    ),
+    Case(D=128, **PACKED, causal=True, form="ragged", deterministic=True, launch="right to left", plan=2),
     Case(D=128, packed=PACK, lists="full", form="compact", q_tiles=2),
     Case(D=128, Hkv=4, packed=PACK, lists="both", q_tiles=3),
     Case(D=128, Hq=6, packed=PACK, window=(200, 0), lists="both", form="ragged", list_heads=2, block=(64, 128)),
     Case(
-        D=128,
-        packed=PACK,
-        causal=True,
-        lists="both",
-        form="stacked",
-        list_heads=4,
-        deterministic=True,
-        launch="longest first",
-        plan=2,
+        D=128, **PACKED, causal=True, form="stacked", list_heads=4, deterministic=True, launch="longest first", plan=2
     ),
     Case(D=128, Hkv=1, packed=PACK, window=(200, 0), lists="no full", form="ragged", list_heads=4),
-    Case(D=128, packed=PACK, causal=True, lists="both", list_heads=2, block=(128, 64)),
     Case(D=128, packed=PACK, causal=True, lists="both", form="shared"),
     Case(D=128, Hkv=1, packed=PACK, window=(200, 0), lists="both", form="compact", list_heads=4),
     Case(D=128, packed=MANY, lists="both", form="stacked"),
@@ -127,7 +115,6 @@ SM90 = [
 ]
 # What only tiles of 256 queries and pairs of CTAs have.
 ONLY_SM100 = [
-    Case(D=128, T_q=1500, T_k=1500, lists="both", block=(256, 256)),
     Case(D=128, T_q=1500, T_k=1500, causal=True, lists="both", list_heads=2, block=(256, 256)),
     Case(D=128, T_q=1500, T_k=1500, Hkv=4, mask_mod="thirds", lists="both", list_heads=4, block=(256, 256)),
     Case(D=128, T_k=129, Hkv=1, lists="full", block=(256, 256)),
@@ -148,14 +135,8 @@ ONLY_SM100 = [
     Case(D=192, Dv=128, Hkv=4, packed=PACK, mask_mod="keyed", lists="both", form="compact", block=(128, 512)),
     Case(D=256, **LONG, causal=True, mask_mod="thirds", lists="both", block=(128, 128), deterministic=True),
     Case(D=256, packed=PACK, mask_mod="keyed", lists="both", form="ragged", block=(128, 256)),
-    Case(**LONG, causal=True, lists="both", list_heads=2, block=(128, 128)),
-    Case(D=128, **LONG, lists="both", block=(128, 128)),
     Case(D=128, **LONG, lists="both", block=(384, 128), pack_gqa=False),
-    Case(D=128, **LONG, lists="both", block=(256, 256)),
-    Case(T_q=512, T_k=512, causal=True),
-    Case(T_q=512, T_k=512, causal=True, deterministic=True),
     Case(D=128, lists="no full", deterministic=True),
-    Case(D=128, packed=((100, 130), (257, 300), (1, 1)), causal=True),
 ]
 
 

@@ -167,23 +167,26 @@ def compile_forward(case: Any, **more: Any) -> None:
     forward(case, make_inputs(case), **more)
 
 
-def compile_backward(case: Any, **more: Any) -> Any:
-    """A case's backward on tensors without memory, and what it returns; in a worker."""
+def compile_backward(case: Any, **more: Any) -> None:
+    """A case's backward on tensors without memory; in a worker."""
     from fuzz.attention import backward, make_inputs, outputs
 
     x = make_inputs(case)
-    return backward(case, x, *outputs(case, x), **more)
+    backward(case, x, *outputs(case, x), **more)
 
 
-def on_cpu(program: Any, table: Any, width: tuple[int, ...], *static: Any, dtype: Any = None) -> Any:
-    """What a program of the DSL writes on the CPU for the rows of a table, -1 before, int32; in a worker."""
+def on_cpu(program: Any, table: Any, out: Any, *static: Any) -> Any:
+    """What a program of the DSL writes on the CPU from a table's numbers; in a worker.
+
+    out: the tensor that it writes to, or the shape for each row of the table of an int32 one, -1 before.
+    """
     import cutlass.cute as cute
     import torch
     from cutlass.cute.runtime import from_dlpack
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
-        out = torch.full((len(table), *width), -1, dtype=dtype or torch.int32)
+        out = torch.full((len(table), *out), -1, dtype=torch.int32) if isinstance(out, tuple) else out
         args = [from_dlpack(t).mark_layout_dynamic() for t in (table, out)]
         cute.compile(program, *args, *static, options="--enable-tvm-ffi")(table, out)
         return out

@@ -55,7 +55,7 @@ def machine_code(compile_: Callable[..., Any], *args: Any, kind: str = "") -> li
 def _frames(cubin: bytes) -> list[int]:
     """Attribute 0x11 of every function."""
     found = []
-    for kind, _, at, end in _sections(cubin):
+    for _, kind, _, at, end in _sections(cubin):
         while kind == INFO and at < end:
             form, attribute, value = struct.unpack_from("<BBH", cubin, at)
             if (form, attribute) == (4, 0x11):
@@ -82,17 +82,26 @@ def _exponentials_under_products(cubin: bytes) -> list[int]:
 
 def _instructions(cubin: bytes) -> Iterator[tuple[str, int, int]]:
     """Kind, and both words, of those instructions that `OPCODES` has."""
-    for kind, flags, at, end in _sections(cubin):
+    for _, program in programs(cubin):
+        for word, control in struct.iter_unpack("<QQ", program):
+            if word & 0xFFF in OPCODES:
+                yield OPCODES[word & 0xFFF], word, control
+
+
+def programs(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and instructions of each kernel: the executable sections of an ELF file."""
+    sections = [*_sections(cubin)]
+    names = sections[struct.unpack_from("<H", cubin, 62)[0]][3]
+    for name, kind, flags, at, end in sections:
         if kind == PROGRAM and flags & EXECUTABLE:
-            for word, control in struct.iter_unpack("<QQ", cubin[at:end]):
-                if word & 0xFFF in OPCODES:
-                    yield OPCODES[word & 0xFFF], word, control
+            first = names + name
+            yield cubin[first : cubin.index(b"\0", first)].decode(), cubin[at:end]
 
 
-def _sections(cubin: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Type, flags, begin and end of each section of an ELF file."""
+def _sections(cubin: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """Place of the name, type, flags, begin and end of each section."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count = struct.unpack_from("<HH", cubin, 58)
     for i in range(count):
-        _, kind, flags, _, at, length = struct.unpack_from("<IIQQQQ", cubin, table + size * i)
-        yield kind, flags, at, at + length
+        name, kind, flags, _, at, length = struct.unpack_from("<IIQQQQ", cubin, table + size * i)
+        yield name, kind, flags, at, at + length

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fa_catalogue import PACK
 
 from fuzz.attention import Inputs, Tensors, backward, make_inputs, options, outputs
 from fuzz.attention_lists import forward_lists
@@ -14,7 +13,6 @@ from fuzz.oracle import reference
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
 HALVES = dict(block=(128, 64), **LISTED)
-LISTED_PACK = dict(packed=PACK, lists="both")
 
 
 def layout(case: Case, start: int = 64) -> Any:

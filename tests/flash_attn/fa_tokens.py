@@ -15,7 +15,6 @@ from flash_attn.cute.lists.query_bits import words_for
 from fuzz.attention import Inputs, Tensors
 from fuzz.case import Attention as Case
 from fuzz.oracle import dense
-from nsa_tools.testing.pasteable import Pasteable
 
 BLOCK, ROWS = 64, 128
 NEVER_READ = 1 << 29
@@ -23,54 +22,33 @@ TOKENS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
 PACK = ((0, 0), (1, 1), (129, 129), (500, 700), (63, 63), (64, 200))
 
 
-@dataclass(frozen=True, repr=False)
-class TokenCase(Pasteable):
-    """One call.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TokenCase(Case):
+    """A call whose tokens have lists of their own, which the call alone knows nothing of.
 
     Attributes:
-        lengths: (queries, keys) of each sequence; packed where there is a form: "padded", "compact", "stacked" or
-            "ragged" ones of unions.
         n: blocks of a list at most. near: every token lists block 0 and its own.
-        block: keys that are listed together: of unions those of an entry, or half or a quarter of them.
-        by_head: a list for each query head.
+        keys: of a block: of unions those of an entry, or half or a quarter of them.
         cap: tokens of a work tile by key block at most. start: rows that packed sequences' row sums begin at.
         add: on top of what gradients hold.
     """
 
-    lengths: tuple[tuple[int, int], ...] = ((300, 300),)
-    G: int = 16
-    D: int = 128
-    Hkv: int = 2
-    causal: bool = True
     n: int = 4
     near: bool = False
-    block: int = BLOCK
-    form: str | None = None
-    dtype: str = "bfloat16"
-    by_head: bool = False
+    keys: int = BLOCK
     cap: int = 4096
     start: int = 64
     add: bool = False
-    seed: int = 0
-
-    @property
-    def plain(self) -> Case:
-        """The same call without its lists."""
-        (T_q, T_k), *_ = self.lengths
-        return Case(
-            D=self.D, T_q=T_q, T_k=T_k, B=len(self.lengths), Hq=self.G * self.Hkv, Hkv=self.Hkv, causal=self.causal,
-            packed=self.lengths if self.form else (), dtype=self.dtype, seed=self.seed,
-        )  # fmt: skip
-
-    @property
-    def parts(self) -> int:
-        """Lists of a key/value head."""
-        return self.G if self.by_head else 1
 
     @property
     def rows(self) -> int:
         """Rows of a token in a tile."""
-        return self.G // self.parts
+        return self.Hq // self.list_heads
+
+    @property
+    def by_head(self) -> bool:
+        """True if each query head has a list."""
+        return self.list_heads > self.Hkv
 
     @property
     def tiles(self) -> list[int]:
@@ -82,9 +60,19 @@ class TokenCase(Pasteable):
         return tuple([0, *accumulate(pair[side] for pair in self.lengths)] for side in (0, 1))
 
 
+def tokens(
+    *lengths: tuple[int, int], G: int = 16, Hkv: int = 2, form: str | None = None, by_head: bool = False, **more: Any
+) -> TokenCase:
+    """A case of sequences of these queries and keys, packed where there is a form: one of FORMS, of unions."""
+    ((T_q, T_k), *_) = lengths = lengths or ((300, 300),)
+    sizes = dict(packed=lengths, form=form) if form else dict(T_q=T_q, T_k=T_k, B=len(lengths))
+    heads = dict(Hq=G * Hkv, Hkv=Hkv, list_heads=G * Hkv if by_head else Hkv)
+    return TokenCase(**sizes, **heads, **dict(D=128, causal=True) | more)
+
+
 def by_length(G: int, T: int) -> TokenCase:
     """One sequence, with fewer heads and longer lists where it is long."""
-    return TokenCase(((T, T),), G=G, Hkv=1 if T > 4000 else 2, n=16 if T > 4000 else 4, seed=T)
+    return tokens((T, T), G=G, Hkv=1 if T > 4000 else 2, n=16 if T > 4000 else 4, seed=T)
 
 
 def both_ways(cases: list[Any]) -> Any:
@@ -102,9 +90,9 @@ def listed_blocks(case: TokenCase, device: str = "cuda") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(case.seed)
     tables = []
     for T, S in case.lengths:
-        N = -(-S // case.block)
-        score = torch.rand(case.Hkv * case.parts, T, N, generator=generator)
-        own = (torch.arange(T)[:, None] + S - T) // case.block
+        N = -(-S // case.keys)
+        score = torch.rand(case.list_heads, T, N, generator=generator)
+        own = (torch.arange(T)[:, None] + S - T) // case.keys
         if case.causal:
             score[:, torch.arange(N) > own] = -1
         best, at = score.topk(min(case.n, N), dim=-1)
@@ -118,7 +106,7 @@ def listed_blocks(case: TokenCase, device: str = "cuda") -> list[torch.Tensor]:
 def visible(case: TokenCase, table: torch.Tensor, keys: int) -> torch.Tensor:
     """bool [list heads, queries, keys] of one sequence."""
     queries = table.shape[1]
-    seen = table.repeat_interleave(case.block, -1)[..., :keys]
+    seen = table.repeat_interleave(case.keys, -1)[..., :keys]
     if case.causal:
         at = torch.arange(queries, device=table.device)[:, None] + keys - queries
         seen = seen & (torch.arange(keys, device=table.device) <= at)
@@ -128,14 +116,14 @@ def visible(case: TokenCase, table: torch.Tensor, keys: int) -> torch.Tensor:
 def reference(case: TokenCase, x: Inputs, tables: list[torch.Tensor], dtype: torch.dtype) -> Tensors:
     """`dense` of a call, head by head, which takes less memory."""
     heads = []
-    for head in range(case.G * case.Hkv):
+    for head in range(case.Hq):
         q, do = (t[..., head : head + 1, :] for t in (x.q, x.do))
-        k, v = (t[..., (of := head // case.G) : of + 1, :] for t in (x.k, x.v))
+        k, v = (t[..., (of := head // (case.Hq // case.Hkv)) : of + 1, :] for t in (x.k, x.v))
 
         def seen(b: int, head: int = head) -> torch.Tensor:
             return visible(case, tables[b][head // case.rows][None], case.lengths[b][1])
 
-        heads.append(dense((q, k, v), do, seen, dtype, lengths=case.lengths if case.form else None))
+        heads.append(dense((q, k, v), do, seen, dtype, lengths=case.packed or None))
     found = {name: torch.cat([of[name] for of in heads], -2) for name in ("o", "lse", "dq")}
     for name in ("dk", "dv"):
         found[name] = torch.cat([of[name] for of in heads], -2).double().unflatten(-2, (case.Hkv, -1)).sum(-2)
@@ -144,7 +132,7 @@ def reference(case: TokenCase, x: Inputs, tables: list[torch.Tensor], dtype: tor
 
 def union(case: TokenCase, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts [H, tiles], blocks [H, tiles, N] and bits [H, tiles, N, words] of one sequence's tiles."""
-    device, parts = table.device, BLOCK // case.block  # listed blocks of an entry
+    device, parts = table.device, BLOCK // case.keys  # listed blocks of an entry
     table = torch.nn.functional.pad(table, (0, -table.shape[2] % parts)).unflatten(2, (-1, parts))
     H, T, N, _ = table.shape
     tiles, words = -(-T * case.rows // ROWS), words_for(case.rows)
@@ -176,7 +164,7 @@ def union_lists(case: TokenCase, tables: list[torch.Tensor]) -> BlockSparseTenso
             mask_block_bits=torch.cat([bits.flatten(1, 2) for _, _, bits in parts], 1),
             cu_total_m_blocks=_before(case.tiles, device), cu_block_idx_offsets=_before(widths, device),
         )  # fmt: skip
-    tiles = max(case.tiles) if case.form in (None, "padded") else None
+    tiles = max(case.tiles) if case.form == "padded" else None
     wide = [[_padded(t, d, tiles, most) for d, t in enumerate(part)] for part in parts]
     if tiles is not None:
         empty = [torch.zeros_like(t) for t in wide[0]]
@@ -210,10 +198,10 @@ def key_pairs(case: TokenCase, tables: list[torch.Tensor]) -> Any:
 
     by_block = [table.unflatten(0, (case.Hkv, -1)).permute(0, 3, 2, 1).flatten(2) for table in tables]
     heads = [[of[h] for h in range(case.Hkv)] for of in by_block]
-    ordered = zip(*heads) if case.form else heads  # packed: all sequences of a head
-    tokens = [row.nonzero().flatten() for of in ordered for own in of for row in own]
+    ordered = zip(*heads) if case.packed else heads  # packed: all sequences of a head
+    by_row = [row.nonzero().flatten() for of in ordered for own in of for row in own]
     items, row_items, partials = [], [0], 0
-    for row, (begin, end) in enumerate(pairwise(accumulate(map(len, tokens), initial=0))):
+    for row, (begin, end) in enumerate(pairwise(accumulate(map(len, by_row), initial=0))):
         pieces = max(1, -(-(end - begin) // case.cap))
         length = -(-(end - begin) // pieces)
         for i in range(pieces):
@@ -224,5 +212,5 @@ def key_pairs(case: TokenCase, tables: list[torch.Tensor]) -> Any:
     items += [(1 << 30,) * 4] * 3
     device = tables[0].device
     items, row_items = (torch.tensor(x, dtype=torch.int32, device=device) for x in (items, row_items))
-    blocks = _before([table.shape[2] for table in tables], device) if case.form else None
-    return KeyPairs(torch.cat(tokens).int(), items, row_items, partials, case.block, blocks, case.by_head)
+    blocks = _before([table.shape[2] for table in tables], device) if case.packed else None
+    return KeyPairs(torch.cat(by_row).int(), items, row_items, partials, case.keys, blocks, case.by_head)

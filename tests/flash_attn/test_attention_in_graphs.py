@@ -5,7 +5,6 @@ But for tests on a GPU the kernels' place is taken by attention in plain PyTorch
 
 from collections.abc import Callable
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,23 +103,6 @@ def test_a_graph_is_whole_and_the_kernels_get_the_same(case: str, calls: list[di
         assert plain(eager) == plain(graph)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """Calls of operators: each, and its arguments."""
-    made = []
-
-    def noting(op: Any) -> Callable:
-        def note(*args: Any, **static: Any) -> Any:
-            made.append((op, args, static))
-            return op(*args, **static)
-
-        return note
-
-    of_both = {name: noting(getattr(operators.OPS, name).default) for name in ("attention", "attention_backward")}
-    monkeypatch.setattr(operators, "OPS", SimpleNamespace(**of_both))
-    return made
-
-
 def by_operator(tensors: list[Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """The call as a graph has it, without one."""
     public = flash_attn_varlen_func if "cu_seqlens_q" in given else flash_attn_func
@@ -133,16 +115,19 @@ def by_operator(tensors: list[Tensor], given: dict[str, Any]) -> tuple[Tensor, T
 @pytest.mark.parametrize("case", ["every option", "lists", "packed, all"])
 def test_pytorch_finds_nothing_wrong(case: str, asked: list[tuple]) -> None:
     given = CASES[case]
-    check(leaves("cu_seqlens_q" in given, heads_first=True), given, asked)
+    tensors = leaves("cu_seqlens_q" in given, heads_first=True)
+    check(tensors, given, tensors, asked)
 
 
-def check(tensors: list[Tensor], given: dict[str, Any], asked: list[tuple]) -> None:
-    """Both operators of a call and its gradient."""
-    gradients(by_operator(tensors, given), tensors)
-    (forward, args, static), (backward, args_of_backward, static_of_backward) = asked
-    opcheck(forward, args, static)
-    detached = [x.detach() if isinstance(x, Tensor) else x for x in args_of_backward]
-    opcheck(backward, tuple(detached), static_of_backward)
+def check(tensors: list[Tensor], given: dict[str, Any], of: list[Tensor], asked: list[tuple], **options: Any) -> None:
+    """The operators of a call and, where it is wanted, of its gradient of some tensors."""
+    made = by_operator(tensors, given)
+    if of:
+        gradients(made, of)
+    assert len(asked) == 1 + bool(of)
+    for op, args, static in asked:
+        detached = [x.detach() if isinstance(x, Tensor) and op._opname.endswith("backward") else x for x in args]
+        opcheck(op, tuple(detached), static, **options)
 
 
 def test_what_cannot_be_had_is_refused() -> None:
@@ -263,7 +248,8 @@ def test_the_kernels_too(case: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_A_GPU[:3])
 def test_pytorch_finds_nothing_wrong_with_the_kernels(case: str, asked: list[tuple]) -> None:
-    check(*on_a_gpu(case), asked)
+    tensors, given = on_a_gpu(case)
+    check(tensors, given, tensors, asked)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.block_lists import lists_from_blocks
+from fuzz.attention import attend, make_inputs
+from fuzz.case import Attention as Case
 
 ONCE = "was asked for a second derivative"
 Tensor = torch.Tensor
@@ -182,24 +184,20 @@ def test_lists_made_under_inference_mode(attend: Callable, read: list[dict[str, 
 
 
 @pytest.mark.gpu
-@EACH
-def test_the_kernels_too(attend: Callable) -> None:
-    shape = (300, 2, 64) if attend is varlen else (1, 300, 2, 64)
-    leaves = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in "qkv"]
-    starts = torch.tensor([0, 300], dtype=torch.int32, device="cuda")
-    more = dict(deterministic=True)
-    if attend is varlen:
-        more |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    call = {varlen: flash_attn_varlen_func}.get(attend, attend)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernels_too(packed: bool) -> None:
+    case = Case(packed=((300, 300),) if packed else (), B=1, deterministic=True)
+    x = make_inputs(case)
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
     plain, graph = (
-        torch.autograd.grad(call(*leaves, **more)[0].square().sum(), leaves, create_graph=kept, retain_graph=kept)
+        torch.autograd.grad(attend(case, x, leaves)[0].square().sum(), leaves, create_graph=kept, retain_graph=kept)
         for kept in (False, True)
     )
     assert all(map(torch.equal, plain, graph))
     with pytest.raises(RuntimeError, match=ONCE):
         graph[0].square().sum().backward()
-    if attend is varlen:
-        o = call(*leaves, **more)[0]
-        starts.fill_(7)
+    if packed:
+        o = attend(case, x, leaves)[0]
+        x.cu_seqlens[0].fill_(7)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             o.sum().backward()

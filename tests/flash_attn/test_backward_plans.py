@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from fa_catalogue import PACKED
 from fa_compile import Worker, in_order, noted
-from fa_reference import assert_alike, assert_bits_repeat, assert_call_repeats
+from fa_reference import assert_alike, assert_call_repeats
 from test_upstream_lists import dimensions
 
 from flash_attn.cute.block_lists import packed_write_order
@@ -17,23 +18,7 @@ from fuzz.case import Attention as Case
 from fuzz.case import Packed
 from fuzz.properties.packed import plan
 
-PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
-CASES = [
-    Case(D=128, mask_mod="thirds", deterministic=True, launch="middle first", **PLANNED),
-    Case(D=64, causal=True, deterministic=True, launch="right to left", Hq=8, Hkv=1, **PLANNED),
-    Case(D=128, mask_mod="thirds", deterministic=True, launch="longest first", Hkv=1, **PLANNED),
-]
-# Tails, one query, no queries, no keys, more keys than queries and fewer.
-PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both", plan=2)
-CASES += [
-    Case(D=128, causal=True, form="ragged", deterministic=True, launch="right to left", **PACK),
-    Case(D=64, form="compact", deterministic=True, Hkv=4, list_heads=4, **PACK),
-    Case(D=128, causal=True, form="stacked", list_heads=4, deterministic=True, launch="longest first", **PACK),
-]
-
-
-# In one pass.
-WITHOUT_PLAN = PACK | dict(plan=0, deterministic=True, launch="right to left")
+WITHOUT_PLAN = PACKED | dict(deterministic=True, launch="right to left")
 ORDERED = [
     Case(D=128, causal=True, form="compact", **WITHOUT_PLAN),
     Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, **WITHOUT_PLAN),
@@ -80,12 +65,6 @@ def test_stacked_lists_give_the_bits_of_ragged_ones(case: Case, plan: int) -> No
     lists = [backward_lists(form) for form in forms]
     got, expected = (backward(case, x, o, lse, each) for each in lists)
     assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_bits_repeat_beside_other_work(case: Case) -> None:
-    assert_bits_repeat(case, 100, beside_other_work=True)
 
 
 @pytest.mark.gpu

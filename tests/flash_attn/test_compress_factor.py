@@ -9,6 +9,7 @@ from fa_compile import Worker, built_kernels, compile_backward, in_order, noted
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
 from fa_reference import assert_bits_repeat, assert_case, assert_close, one_pass
 
+from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, CompressArgs, compression, refuse_unsupported
 from fuzz.attention import attend, compile_case, make_inputs
 from fuzz.case import OPTIONS
@@ -32,30 +33,16 @@ def test_unsupported_is_refused_by_name(feature: str) -> None:
         refuse_unsupported(compression(True, 2, 1), arch, **asked)
 
 
-@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
-def test_backward_gets_what_forward_got(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import interface
-
-    asked = []
-
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple:
-        asked.append((options["causal"], options["compress_factor"], options["compress_offset"]))
-        return q + 0, q[..., 0].float(), None, None, None
-
-    def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> tuple:
-        asked.append((args[4], options["compress_factor"], options["compress_offset"]))
-        return q + 1, k + 2, v + 3
-
-    monkeypatch.setattr(interface, "_flash_attn_fwd", forward)
-    monkeypatch.setattr(interface, "_flash_attn_bwd", backward)
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
+def test_backward_gets_what_forward_got(function: Any, plain_kernels: list[dict[str, Any]]) -> None:
     q, k, v = (torch.zeros(1, 4, 2, 8, requires_grad=True) for _ in range(3))
-    o, _ = getattr(interface, name)(q, k, v, causal=True, compress_factor=7, compress_offset=-2)
+    o, _ = function(q, k, v, causal=True, compress_factor=7, compress_offset=-2)
     o.sum().backward()
-    assert asked == [(True, 7, -2)] * 2
-    assert [int(t.grad.unique()) for t in (q, k, v)] == [1, 2, 3]
+    names = ("causal", "compress_factor", "compress_offset")
+    assert [tuple(call[name] for name in names) for call in plain_kernels] == [(True, 7, -2)] * 2
 
 
-COMPILED = [KINDS[i] for i in (1, 5, 9)]
+COMPILED = [*(KINDS[i] for i in (1, 5, 9)), replace(FIXED, D=64, mask_mod="thirds")]
 
 
 def compile_kind(kind: Case) -> tuple[int, int]:
@@ -73,10 +60,6 @@ def compile_kind(kind: Case) -> tuple[int, int]:
 def test_compiles_once_for_all_factors(compiler: Worker, kind: Case) -> None:
     one, two = compiler.trace(compile_kind, kind)
     assert one == two > 1
-
-
-def test_compiles_with_a_mask_mod(compiler: Worker) -> None:
-    compiler.trace(compile_kind, replace(FIXED, D=64, mask_mod="thirds"))
 
 
 def places_that_store_gradients(kind: Case) -> list[int]:
@@ -108,10 +91,11 @@ def test_numbers(kind: Case) -> None:
 
 
 MORE = [dict(option=option) for option in OPTIONS] + [dict(mask_mod="thirds"), dict(lists="both")]
+MORE += [dict(lists="both", block=(128, 64), list_heads=heads) for heads in (1, 2)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("more", "D"), in_order(MORE, 64, 128, 128, 64), ids=str)
+@pytest.mark.parametrize(("more", "D"), in_order(MORE, 64, 128, 128, 64, 128, 64, 64, 128), ids=str)
 def test_numbers_with_options(more: dict[str, str], D: int) -> None:
     for case in with_edges(replace(FIXED, D=D, **more))[::5]:
         assert_case(case)

@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from fa_compile import Worker, shared_worker, swept
-from fa_cubin import cubins
+from fa_cubin import cubins, programs
 
 from fuzz.attention import compile_case
 from fuzz.case import Attention as Case
@@ -71,9 +70,9 @@ def machine_code(case: Case, stock: str) -> tuple[str, dict[str, str]]:
     with upstream_grids(Path(stock)):
         code = cubins(partial(compile_case, case))
     hashes = {
-        re.search(r"(Flash[A-Za-z]+(Sm\d+)?)_object", name).group(1): digest
+        re.search(r"(Flash[A-Za-z]+(Sm\d+)?)_object", name).group(1): hashlib.sha256(program).hexdigest()
         for cubin in code
-        for name, digest in code_sections(cubin).items()
+        for name, program in programs(cubin)
     }
     return str(flash_attn.cute.__file__), hashes
 
@@ -92,20 +91,6 @@ def upstream_grids(stock: Path) -> Iterator[None]:
             if name not in ("__dict__", "__weakref__"):
                 patch.setattr(SingleTileScheduler, name, value, raising=False)
         yield
-
-
-def code_sections(cubin: bytes) -> dict[str, str]:
-    """A hash of the instructions of each kernel by its name: the executable sections of an ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count)]
-    first, executable = sections[names][4], 4
-    found = {}
-    for name, _, flags, _, start, length in sections:
-        if flags & executable:
-            end = cubin.index(b"\0", first + name)
-            found[cubin[first + name : end].decode()] = hashlib.sha256(cubin[start : start + length]).hexdigest()
-    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

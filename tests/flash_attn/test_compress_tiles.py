@@ -1,16 +1,19 @@
 """Compressed-causal tiles: ranges and masks against the definition, and SM90's split of the work."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from fa_compile import Worker, in_order, kernel_fields, on_cpu
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
 from flash_attn.cute.compressed_causal.schedule import QueryShares, first_query_tile, forward_tile, query_shares
-from fuzz.attention import compile_case
+from fuzz.attention import backward, compile_case, forward, make_inputs, options
 from fuzz.case import Attention as Case
 
 PAIRS = [(factor, offset) for factor in (1, 2, 3, 5, 16) for offset in (-40, -3, 0, 1, factor - 1, factor + 4, 31)]
@@ -96,6 +99,49 @@ def test_kernels_visit_these_ranges(
         assert m_max == -(-seqlen_q // tile_m), case
 
 
+def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
+    """first_written_end of (seqlen_q, seqlen_k, factor, offset, key tile, end of the query tiles); in a worker."""
+    import cutlass.cute as cute
+
+    from flash_attn.cute.block_info import BlockInfo
+    from flash_attn.cute.bwd_sm90.accumulators import first_written_end
+    from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    @cute.jit
+    def ends(cases: cute.Tensor, out: cute.Tensor):
+        for i in range(cute.size(cases, mode=[0])):
+            compress = CompressedCausal.create(CompressArgs(cases[i, 2], cases[i, 3]))
+            info = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1])
+            blocks = BlockInfo(tile_m, tile_n, True, compress=compress)
+            out[i] = first_written_end(blocks, info, cases[i, 4], cases[i, 5])
+
+    return on_cpu(ends, cases, ())
+
+
+@pytest.mark.parametrize("share", [3, 1000])
+def test_every_seen_tile_has_one_writer_the_last_key_tile(compiler_sm90: Worker, share: int) -> None:
+    tile_m, tile_n = TILES[2]
+    calls = [(*lengths, *pair) for *lengths, pair in product(LENGTHS_Q[::2], LENGTHS_K[::2], sorted(set(PAIRS)))]
+    loops = []
+    for T_q, T_k, factor, offset in calls:
+        m_tiles = -(-T_q // tile_m)
+        for n, first in product(range(-(-T_k // tile_n)), range(0, m_tiles, share)):
+            begin = first_query_tile(CompressArgs(factor, offset), n * tile_n, T_q, tile_m)
+            loops.append(((T_q, T_k, factor, offset), n, max(begin, first), min(m_tiles, first + share)))
+    cases = torch.tensor([(*call, n, end) for call, n, _, end in loops], dtype=torch.int32)
+    wrote: Counter[tuple[Any, int, int]] = Counter()
+    for (call, n, begin, end), written in zip(loops, compiler_sm90.run(written_ends, cases, tile_m, tile_n).tolist()):
+        wrote.update((call, m, n) for m in range(begin, min(written, end)))
+    last = {}
+    for T_q, T_k, factor, offset in calls:
+        for m in range(-(-T_q // tile_m)):
+            seen = min(keys_seen_by(min((m + 1) * tile_m, T_q) - 1, factor, offset), T_k)
+            if seen:
+                last[(T_q, T_k, factor, offset), m, (seen - 1) // tile_n] = 1
+    assert wrote == last
+
+
 KINDS = {"sm90": (128, 64), "sm90 swapped": (64, 128), "sm100": (128, 128), "sm100 backward": (128, 128)}
 
 
@@ -174,10 +220,10 @@ def kernel_masks(cases: torch.Tensor, kind: str, group: int) -> torch.Tensor:
                     row, col = (owned[e][1], owned[e][0]) if const_expr(swapped) else owned[e]
                     out[i, row, col] = acc[e]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash_attn.cute.mask, "r2p_bitmask_below", bits_below)
         patch.setattr(flash_attn.cute.mask, "r2p_bitmask_above", bits_above)
-        return on_cpu(masks, cases, (tile_m, tile_n), group, dtype=torch.float32)
+        return on_cpu(masks, cases, torch.full((len(cases), tile_m, tile_n), torch.nan), group)
 
 
 def mask_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]]:
@@ -204,9 +250,6 @@ def test_kernels_mask_these_pairs(compiler_sm90: Worker, kind: str, group: int) 
         seen = torch.where((j * factor + offset <= t) & (j < seqlen_k), 1.0, -torch.inf)
         within = (t < seqlen_q)[:, 0]
         assert left[within].equal(seen[within]), f"{case!r}: {(left != seen).nonzero()[:4].tolist()}"
-
-
-OPTIONS = dict(causal=True, compress_factor=64, compress_offset=63)
 
 
 def test_multiprocessors_get_four_shares_each() -> None:
@@ -243,23 +286,21 @@ def test_the_kernels_follow_the_plan(compiler_sm90: Worker, deterministic: bool)
 def test_the_plan_changes_no_result(
     D: int, factor: int, offset: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+    from flash_attn.cute.interface import _flash_attn_fwd
 
-    torch.manual_seed(0)
-    T, options = 9000, OPTIONS | dict(compress_factor=factor, compress_offset=offset)
-    q, do = (torch.randn(2, T, 8, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    k, v = (torch.randn(2, T // factor + 3, 2, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
-    plain, plain_lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, tile_mn=(128, 128), **options)
+    T = 9000
+    case = Case(D=D, T_q=T, T_k=T // factor + 3, Hq=8, compress=(factor, offset), deterministic=deterministic)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    plain, plain_lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, return_lse=True, tile_mn=(128, 128), **options(case, x))
     torch.testing.assert_close(o, plain, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, plain_lse, rtol=1e-4, atol=1e-4)
     results = []
     # In order no share may be empty: those before it would wait for it.
     fewest = [(-(-T // (8192 // D) // tiles), tiles) for tiles in (200, 80, 11, 3)]
     for shares in fewest if deterministic else [*fewest, (1000, 3)]:
-        shares = QueryShares(*shares)
-        monkeypatch.setattr(compress_schedule, "query_shares", lambda *_, shares=shares: shares)
-        results.append(_flash_attn_bwd(q, k, v, o, do, lse, deterministic=deterministic, **options))
+        monkeypatch.setattr(compress_schedule, "query_shares", lambda *_, shares=shares: QueryShares(*shares))
+        results.append(backward(case, x, o, lse))
     for result in results[1:]:
         for got, expected in zip(result, results[0], strict=True):
             # The shares are added up in fp32: what is left is the rounding of the sum.

@@ -3,13 +3,16 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fa_catalogue import SM90
 from fa_compile import Worker, compile_backward, kernel_fields, noted, on_cpu, only_hosts, operations_around
 from fa_cubin import machine_code
 from fa_reference import assert_bits_repeat, assert_case
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
 from flash_attn.cute.lists.write_order import merged_lists
@@ -18,14 +21,9 @@ from fuzz.attention_lists import backward_lists, sides, tables
 from fuzz.case import Attention as Case
 from fuzz.case import Packed
 
-ORDERED = dict(T_q=700, T_k=700, deterministic=True)
-CASES = [
-    Case(D=128, lists="both", mask_mod="thirds", **ORDERED),
-    Case(D=128, lists="both", causal=True, launch="right to left", Hkv=4, **ORDERED),
-    Case(D=64, lists="partial", window=(200, 0), launch="right to left", **ORDERED),
-    Case(D=64, lists="full", **ORDERED),
-    Case(D=96, lists="no full", mask_mod="keyed", Hq=8, **ORDERED),
-]
+LISTED = Case(D=128, T_q=700, T_k=700, Hkv=4, causal=True, lists="both", deterministic=True)
+# Both directions of launch, planned, packed, head dimensions 64, 96 and 128, with and without groups of heads.
+ORDERED = [case for case in SM90 if case.lists and case.deterministic]
 
 
 def compile_both_directions(case: Case) -> None:
@@ -38,7 +36,7 @@ BACKWARD = "FlashAttentionBackwardSm90"
 
 
 def test_a_kernel_for_each_direction(compiler_sm90: Worker) -> None:
-    found = compiler_sm90.trace(kernel_fields, "spt", compile_both_directions, CASES[0], kind=BACKWARD)
+    found = compiler_sm90.trace(kernel_fields, "spt", compile_both_directions, LISTED, kind=BACKWARD)
     assert found == [(False,), (True,)]
 
 
@@ -70,24 +68,6 @@ def test_an_order_of_full_blocks_that_are_not_there_is_dropped() -> None:
     """Upstream's kernels want one to compile."""
     order = torch.zeros(2, 1, 5, 3, dtype=torch.int32)
     assert require_write_order(cpu_lists(dq_write_order_full=order)).dq_write_order_full is None
-
-
-def test_one_list_holds_both_kinds_by_semaphore_value() -> None:
-    def row(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).expand(1, 1, 5, -1)
-
-    lists = cpu_lists(
-        mask_block_cnt=row(2)[..., 0],
-        mask_block_idx=row(4, 1, 9),
-        full_block_cnt=row(2)[..., 0],
-        full_block_idx=row(0, 2),
-        dq_write_order=row(3, 0, 4),
-        dq_write_order_full=row(1, 0),
-    )
-    loop = merged_lists(require_write_order(lists), num_q_blocks=12)
-    assert loop.mask_block_cnt[0, 0, 0] == 4 and loop.full_block_cnt is None
-    assert loop.mask_block_idx[0, 0, 0, :4].tolist() == [2 * 2 + 1, 1 * 2, 0 * 2 + 1, 4 * 2]
-    assert loop.dq_write_order[0, 0, 0, :4].tolist() == [0, 0, 1, 3]
 
 
 # Query and key blocks of each sequence: no keys, no queries, more of either, as many.
@@ -146,9 +126,8 @@ def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
         prepare(lists, 90, True, seqlen_q=512, block_q=128, cu_seqlens_q=torch.tensor([0, 4, 9]).int())
 
 
-# Both directions, head dimensions 64, 96 and 128, with and without groups of heads. Planned ones: test_backward_plans.
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
     assert_bits_repeat(case, 100, beside_other_work=True)
 
@@ -182,7 +161,6 @@ def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case
     assert not compiler_sm90.trace(launched_from_the_right, case)
 
 
-LISTED = Case(D=128, T_q=700, T_k=700, Hkv=4, causal=True, lists="both", deterministic=True)
 PLACED = Case(D=128, T_k=1000, Hkv=4, window=(511, 0), offsets=(0, 611), deterministic=True)
 
 
@@ -280,19 +258,41 @@ def test_no_semaphores_where_nothing_is_added_in_order(compiler_sm100: Worker, c
     assert compiler_sm100.trace(semaphore_calls, replace(CASE, **change)) == []
 
 
+NOT_YET = -1000  # of a flag, where somebody would have waited
+
+
 def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
-    """Both flags of each key tile, key/value head and sequence, after one of them is passed on; in a worker."""
+    """Both flags of each key tile, key/value head and sequence, after one of them is passed on; in a worker.
+
+    `pass_semaphore` runs on the CPU, in threads one after the other.
+    """
+    import cutlass
     import cutlass.cute as cute
     from cutlass import Int32
-    from cutlass.cute.runtime import from_dlpack
-    from semaphore_kernels import Flags, list_rows, pass_semaphore
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.lists import rows as list_rows
+
+    @cute.jit
+    def wait_eq(flags: cute.Pointer, thread: Int32, flag: Int32, value: Int32) -> None:
+        own = cute.make_tensor(flags + flag, cute.make_layout(1))
+        if thread == 0 and own[0] != value:
+            own[0] = Int32(NOT_YET)
+
+    @cute.jit
+    def arrive_inc(flags: cute.Pointer, thread: Int32, flag: Int32, value: Int32) -> None:
+        own = cute.make_tensor(flags + flag, cute.make_layout(1))
+        if thread == 0:
+            own[0] = own[0] + value
+
+    @cute.jit
+    def program(place: cute.Tensor, semaphore: cute.Tensor, group: cutlass.Constexpr, flags: cutlass.Constexpr):
+        for thread in cutlass.range(256):
+            list_rows.pass_semaphore(semaphore, thread, place[0], place[1], place[2], group, flags)
 
     with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(list_rows, "barrier", Flags)
+        patch.setattr(list_rows, "barrier", SimpleNamespace(wait_eq=wait_eq, arrive_inc=arrive_inc))
         of = torch.full((2, 3, 4, 2), before, dtype=torch.int32)  # as the interface makes it: [B, Hkv, tiles, 2]
-        rank = from_dlpack(of.permute(2, 3, 1, 0)), Int32(3), Int32(head), Int32(1)
-        cute.compile(pass_semaphore, *rank, group, flags)(*rank)
+        on_cpu(program, torch.tensor([3, head, 1], dtype=torch.int32), of.permute(2, 3, 1, 0), group, flags)
         return of.flatten(0, 2).tolist()
 
 

@@ -19,88 +19,33 @@ from fuzz.case import Attention as Case
 from fuzz.oracle import reference
 
 HALVES = dict(T_q=700, T_k=700, lists="both", block=(128, 64))
-CASES = [
-    Case(D=128, **HALVES, causal=True, list_heads=2),
-    Case(D=64, **HALVES, causal=True, list_heads=2, pack_gqa=False),
-    Case(D=96, **HALVES, window=(200, 30), list_heads=2),
-    Case(D=128, **HALVES, Hq=6, list_heads=2, window=(100, None), mask_mod="thirds"),
-    Case(D=128, **HALVES, Hq=6, list_heads=6, causal=True, mask_mod="thirds"),
-    Case(D=128, **(HALVES | dict(lists="no full")), Hq=8, Hkv=1, causal=True),
+BY_GROUP = Case(D=128, **HALVES, causal=True, list_heads=2)
+COMPRESSED = replace(BY_GROUP, causal=False, compress=(2, 1))
+PACKED = dict(packed=((300, 300), (0, 0), (1, 1), (700, 700), (64, 200)), block=(128, 64))
+# Blocks of a step and keys of a tile. Steps of two blocks of 64 keys, ...
+STEPS: list[tuple[Case, tuple[int, int]]] = [
+    (BY_GROUP, (2, 128)),
+    (replace(BY_GROUP, D=64, pack_gqa=False), (2, 128)),
+    (Case(D=96, **HALVES, window=(200, 30), list_heads=2), (2, 128)),
+    (Case(D=128, **HALVES, Hq=6, list_heads=2, window=(100, None), mask_mod="thirds"), (2, 128)),
+    (Case(D=128, **HALVES, Hq=6, list_heads=6, causal=True, mask_mod="thirds"), (2, 128)),
+    (Case(D=128, **(HALVES | dict(lists="no full")), Hq=8, Hkv=1, causal=True), (2, 128)),
+    (Case(D=128, lists="both", form="compact", list_heads=2, mask_mod="thirds", **PACKED), (2, 128)),
+    (Case(D=64, lists="both", form="stacked", window=(100, 20), **PACKED), (2, 128)),
+    (Case(D=128, lists="no full", form="ragged", causal=True, **PACKED), (2, 128)),
+    # ... which other blocks and head dimensions do not fit, and score_mods and compressed masks do without.
+    (Case(D=128, lists="both"), (0, 128)),
+    (Case(D=256, lists="both", block=(128, 64)), (0, 64)),
+    (Case(D=192, Dv=128, Hkv=4, lists="both", block=(64, 96)), (0, 96)),
+    (replace(BY_GROUP, option="softcap"), (0, 64)),
+    (COMPRESSED, (0, 64)),
+    (replace(COMPRESSED, block=(64, 64)), (0, 64)),
 ]
-PACK = ((300, 300), (0, 0), (1, 1), (700, 700), (64, 200))
-PACKED = [
-    Case(D=128, packed=PACK, lists="both", block=(128, 64), form="compact", list_heads=2, mask_mod="thirds"),
-    Case(D=64, packed=PACK, lists="both", block=(128, 64), form="stacked", window=(100, 20)),
-    Case(D=128, packed=PACK, lists="no full", block=(128, 64), form="ragged", causal=True),
-]
-# Of key blocks, or head dimensions, that a step of two blocks does not fit.
-OWN_TILE = [
-    Case(D=128, T_q=300, T_k=300, lists="both"),
-    Case(D=256, T_q=300, T_k=300, lists="both", block=(128, 64)),
-    Case(D=192, Dv=128, Hkv=4, T_q=300, T_k=300, lists="both", block=(64, 96)),
-]
 
 
-def steps_of(compiler: Worker, case: Case) -> list[tuple[int, int]]:
-    """Blocks of a step and keys of a tile, of every forward kernel that a call compiles."""
-    return compiler.trace(kernel_fields, "list_parts tile_n", compile_forward, case)
-
-
-@pytest.mark.parametrize("case", [*CASES, *PACKED], ids=str)
-def test_two_blocks_of_64_are_a_tile(compiler_sm90: Worker, case: Case) -> None:
-    assert steps_of(compiler_sm90, case) == [(2, 128)]
-
-
-@pytest.mark.parametrize("case", OWN_TILE, ids=str)
-def test_other_blocks_are_a_tile_each(compiler_sm90: Worker, case: Case) -> None:
-    ((parts, tile_n),) = steps_of(compiler_sm90, case)
-    assert parts == 0 and tile_n == (case.block or (128, 128))[1]
-
-
-def test_a_score_mod_takes_tiles_of_a_block(compiler_sm90: Worker) -> None:
-    assert steps_of(compiler_sm90, replace(CASES[0], option="softcap")) == [(0, 64)]
-
-
-@pytest.mark.parametrize("case", [CASES[0], replace(CASES[0], block=(64, 64))], ids=str)
-def test_a_compressed_mask_takes_tiles_of_a_block(compiler_sm90: Worker, case: Case) -> None:
-    """The mask of a step of two blocks does not know it."""
-    assert steps_of(compiler_sm90, replace(case, causal=False, compress=(2, 1))) == [(0, 64)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("D", [64, 128])
-def test_a_compressed_mask_is_the_same_as_a_mask_mod(D: int) -> None:
-    """Query t sees key j where 2 * j + 1 <= t."""
-    from flash_attn.cute.interface import _flash_attn_fwd
-    from fuzz.attention_lists import forward_lists
-    from fuzz.mask_mods import halves
-
-    case = Case(D=D, T_q=700, T_k=350, lists="both", block=(128, 64), list_heads=2)
-    x, lists = make_inputs(case), forward_lists(case)
-    of_both = lists._replace(
-        mask_block_cnt=lists.mask_block_cnt + lists.full_block_cnt,
-        mask_block_idx=_joined(lists),
-        full_block_cnt=None,
-        full_block_idx=None,
-    )
-    given = dict(block_sparse_tensors=of_both, return_lse=True)
-    o, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, causal=True, compress_factor=2, compress_offset=1, **given)
-    same, same_lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, mask_mod=halves, **given)
-    seen = lse.isfinite()
-    assert seen.equal(same_lse.isfinite()) and seen.any() and not seen.all()
-    assert (lse[seen] - same_lse[seen]).abs().max() < 1e-4
-    assert (o.float() - same.float()).abs().max() < 2e-2
-
-
-def _joined(lists: Any) -> torch.Tensor:
-    """A row's mask blocks, then its full ones: no more than there are blocks, which is as wide as rows may be."""
-    mask, full = lists.mask_block_idx, lists.full_block_idx
-    at = torch.arange(mask.shape[-1] + full.shape[-1], device="cuda").expand(*mask.shape[:-1], -1)
-    first = lists.mask_block_cnt[..., None]
-    both = torch.cat([mask, full], -1)
-    place = torch.where(at < first, at, at - first + mask.shape[-1]).clamp(max=at.shape[-1] - 1)
-    most = int((lists.mask_block_cnt + lists.full_block_cnt).max())
-    return both.gather(-1, place)[..., :most].contiguous()
+@pytest.mark.parametrize(("case", "expected"), STEPS, ids=str)
+def test_two_blocks_of_64_are_a_step(compiler_sm90: Worker, case: Case, expected: tuple[int, int]) -> None:
+    assert compiler_sm90.trace(kernel_fields, "list_parts tile_n", compile_forward, case) == [expected]
 
 
 LISTED = dict(D=128, T_q=700, T_k=700, lists="both")

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from fa_compile import Worker, compile_backward, in_order, kernel_fields, only_hosts
 from fa_dq import LISTED
 from fa_reference import assert_bits_repeat, assert_case
-from test_two_passes import PLANNED, WITHOUT_DQ
+from test_two_passes import PLANNED, RAGGED, tables
 
 from flash_attn.cute.bwd_sm90 import two_pass
 from fuzz.attention import backward, compile_case, forward, make_inputs
@@ -132,59 +132,45 @@ def compile_groups(case: Case, deterministic: bool) -> None:
 
 @pytest.mark.parametrize(
     ("case", "deterministic"),
-    in_order([WITHOUT_DQ[1], WITHOUT_DQ[10], PLANNED[3], PLANNED[0], *ALONE], True, False),
+    in_order([replace(PLANNED[1], plan=0, per_group=False), RAGGED, PLANNED[3], PLANNED[0], *ALONE], True, False),
     ids=str,
 )
 def test_what_is_compiled_over_lists(case: Case, deterministic: bool, compiler_sm90: Worker) -> None:
     """Heads of a CTA, whether it stores dk and dv, and whether it adds them in order."""
     group = case.Hq // case.Hkv
-    stores = group == 1 or (case in WITHOUT_DQ)
+    stores = group == 1 or case not in ALONE and not case.plan
     expected = (1 if case in ALONE else group, stores, deterministic and not stores)
     names, kind = "heads_per_cta stores_dkv adds_in_order", "FlashAttentionBackwardSm90"
     call = (compile_groups, case, deterministic)
     assert compiler_sm90.trace(kernel_fields, names, *call, kind=kind, traced=True) == [expected]
 
 
-def shapes(rows: int, width: int, heads: int = 8) -> Any:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    counts = torch.empty(1, heads, rows, dtype=torch.int32, device="meta")
-    indices = torch.empty(1, heads, rows, width, dtype=torch.int32, device="meta")
-    return BlockSparseTensorsTorch(counts, indices, block_size=(128, 128))
-
-
 @pytest.mark.parametrize(
-    ("forward_width", "backward_width", "tokens", "heads", "expected"),
+    ("widths", "tokens", "heads", "expected"),
     [
-        (16, 50, 65536, (32, 8, 8), True),
-        (16, 50, 65536, (32, 8, 1), True),
-        (16, 50, 65536, (32, 8, 32), False),  # query heads have lists of their own
-        (16, 50, 65536, (8, 8, 8), False),
-        (16, 512, 65536, (32, 8, 8), False),  # all queries list one block
-        (16, 50, 8192, (32, 8, 8), False),  # one such list is as much as a multiprocessor gets to do
-        (16, 100, 65536, (64, 4, 4), False),  # sixteen heads make it long
+        ((16, 50), 65536, (32, 8, 8), True),
+        ((16, 50), 65536, (32, 8, 1), True),
+        ((16, 50), 65536, (32, 8, 32), False),  # query heads have lists of their own
+        ((16, 50), 65536, (8, 8, 8), False),
+        ((16, 512), 65536, (32, 8, 8), False),  # all queries list one block
+        ((16, 50), 8192, (32, 8, 8), False),  # one such list is as much as a multiprocessor gets to do
+        ((16, 100), 65536, (64, 4, 4), False),  # sixteen heads make it long
     ],
 )
 def test_groups_are_looped_over_where_no_list_is_long(
-    forward_width: int,
-    backward_width: int,
-    tokens: int,
-    heads: tuple[int, int, int],
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    widths: tuple[int, int], tokens: int, heads: tuple[int, int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
-    rows, (Hq, Hkv, of_lists) = tokens // 128, heads
+    Hq, Hkv, of_lists = heads
     q, v = (torch.empty(1, tokens, H, 128, dtype=torch.bfloat16, device="meta") for H in (Hq, Hkv))
-    forward, backward = (shapes(rows, width, of_lists) for width in (forward_width, backward_width))
+    forward, backward = (tables(capacity=(width,), rows=(1, of_lists, tokens // 128)) for width in widths)
     assert two_pass.loops_over_group(forward, backward, q, v) is expected
     call = dict(arch=90, q=q, v=v, deterministic=False)
     assert two_pass.takes(None, forward=forward, backward=backward, **call) is expected  # else one pass is faster
-    wide = forward._replace(full_block_cnt=forward.mask_block_cnt, full_block_idx=shapes(rows, 17, of_lists)[1])
+    wide = tables(capacity=(widths[0], 17), rows=(1, of_lists, tokens // 128))
     assert not two_pass.takes(None, forward=wide, backward=backward, **call)  # it has less to wait for
     planned = backward._replace(plan=torch.empty(1, 6, device="meta"))
-    assert not two_pass.loops_over_group(forward, planned, q, v)
     assert not two_pass.takes(None, forward=forward, backward=planned, **call)
-    assert not two_pass.loops_over_group(None, backward, q, v)
     ragged = backward._replace(mask_block_idx=torch.empty(1, dtype=torch.int32, device="meta"))
-    assert not two_pass.loops_over_group(forward, ragged, q, v)
+    for sides in ((forward, planned), (None, backward), (forward, ragged)):
+        assert not two_pass.loops_over_group(*sides, q, v)

@@ -16,68 +16,9 @@ from fa_reference import assert_case, one_pass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
-from flash_attn.cute.compressed_causal.mask import CompressArgs
 from fuzz.attention import make_inputs
 from fuzz.canary import Guarded
 from fuzz.case import Attention as Case
-
-TILE_M, TILE_N = 4, 8
-PAIRS = [(factor, offset) for factor in (2, 3, 5, 16) for offset in (-40, -3, 0, factor - 1, factor + 4, 31)]
-LENGTHS_Q, LENGTHS_K = [1, 3, 4, 5, 16, 33, 64], [1, 7, 8, 9, 17, 33]
-
-
-def shapes() -> Iterator[tuple[int, int, int, int]]:
-    for seqlen_q, seqlen_k, (factor, offset) in product(LENGTHS_Q, LENGTHS_K, PAIRS):
-        yield seqlen_q, seqlen_k, factor, offset
-
-
-def seen(seqlen_q: int, seqlen_k: int, factor: int, offset: int) -> torch.Tensor:
-    """The query tiles that see anything of a key tile, for each, by definition."""
-    padded = torch.zeros(-(-seqlen_q // TILE_M) * TILE_M, -(-seqlen_k // TILE_N) * TILE_N, dtype=torch.bool)
-    t, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
-    padded[:seqlen_q, :seqlen_k] = j * factor + offset <= t
-    return padded.view(padded.shape[0] // TILE_M, TILE_M, padded.shape[1] // TILE_N, TILE_N).any(3).any(1)
-
-
-def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
-    """first_written_end of (seqlen_q, seqlen_k, factor, offset, key tile, end of the query tiles); in a worker."""
-    import cutlass.cute as cute
-
-    from flash_attn.cute.block_info import BlockInfo
-    from flash_attn.cute.bwd_sm90.accumulators import first_written_end
-    from flash_attn.cute.compressed_causal.mask import CompressedCausal
-    from flash_attn.cute.seqlen_info import SeqlenInfoQK
-
-    @cute.jit
-    def ends(cases: cute.Tensor, out: cute.Tensor):
-        for i in range(cute.size(cases, mode=[0])):
-            compress = CompressedCausal.create(CompressArgs(cases[i, 2], cases[i, 3]))
-            info = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1])
-            blocks = BlockInfo(tile_m, tile_n, True, compress=compress)
-            out[i] = first_written_end(blocks, info, cases[i, 4], cases[i, 5])
-
-    return on_cpu(ends, cases, ())
-
-
-@pytest.mark.parametrize("share", [3, 1000])
-def test_every_seen_tile_has_one_writer_the_last_key_tile(compiler_sm90: Worker, share: int) -> None:
-    cases, loops = [], []
-    for at in shapes():
-        for n in range(-(-at[1] // TILE_N)):
-            begin = compress_schedule.first_query_tile(CompressArgs(*at[2:]), n * TILE_N, at[0], TILE_M)
-            end = -(-at[0] // TILE_M)
-            for first in range(0, -(-at[0] // TILE_M), share):
-                loops.append((at, n, max(begin, first), min(end, first + share)))
-                cases.append((*at, n, loops[-1][-1]))
-    ends = compiler_sm90.run(written_ends, torch.tensor(cases, dtype=torch.int32), TILE_M, TILE_N)
-    writers = {at: torch.zeros_like(seen(*at), dtype=torch.int32) for at in shapes()}
-    for (at, n, begin, end), written in zip(loops, ends.tolist()):
-        writers[at][begin : max(begin, min(written, end)), n] += 1
-    for at, wrote in writers.items():
-        some = seen(*at)
-        last = some & ~torch.cat([some[:, 1:], torch.zeros_like(some[:, :1])], 1)
-        assert wrote.equal(last.to(torch.int32)), at
-
 
 BLOCKS, HEADS, SHARES = 5, 3, 4
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import accumulate, product
 from types import SimpleNamespace
 from typing import Any
@@ -72,63 +71,12 @@ def test_tiles_of_128_queries_refuse_halves_of_them(
         compiler_sm100.trace(compile_, case)
 
 
-class Int64(int):
-    """An integer that says how wide it is: the result of arithmetic is as wide as its widest operand."""
-
-    def __add__(self, other: int) -> "Int64":
-        return Int64(int(self) + int(other))
-
-    def __mul__(self, other: int) -> "Int64":
-        return Int64(int(self) * int(other))
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-class Int32(int):
-    def __add__(self, other: int) -> int:
-        return NotImplemented if isinstance(other, Int64) else _in_32_bits(int(self) + int(other))
-
-    def __mul__(self, other: int) -> int:
-        return NotImplemented if isinstance(other, Int64) else _in_32_bits(int(self) * int(other))
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-def _in_32_bits(value: int) -> Int32:
-    if not -(2**31) <= value < 2**31:
-        raise OverflowError(f"{value} in 32 bits")
-    return Int32(value)
-
-
-@dataclass(frozen=True)
-class Held:
-    """Stands in for a tensor of a kernel."""
-
-    of: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.of.shape)
-
-    def __getitem__(self, place: Any) -> Any:
-        place = place if isinstance(place, tuple) else (place,)
-        found = self.of[tuple(slice(None) if at is None else int(at) for at in place)]
-        if found.ndim:
-            return Held(found)
-        return (Int64 if found.dtype == torch.int64 else Int32)(int(found))
-
-
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lookup on plain integers that know their width."""
-    monkeypatch.setattr(list_rows, "Int32", Int32)
-    monkeypatch.setattr(list_rows, "Int64", Int64)
-
-    def domain_offset(start: int, tensor: Held) -> Held:
-        assert isinstance(start, Int64), "a place in the entries has 64 bits"
-        return Held(tensor.of[int(start) :])
-
-    monkeypatch.setattr(list_rows, "cute", SimpleNamespace(domain_offset=domain_offset))
+    """The lookup on plain integers and tensors; how wide those of a kernel are: `test_packing.py`."""
+    monkeypatch.setattr(list_rows, "Int32", int)
+    monkeypatch.setattr(list_rows, "Int64", int)
+    monkeypatch.setattr(list_rows, "cute", SimpleNamespace(domain_offset=lambda start, tensor: tensor[start:]))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -142,13 +90,12 @@ def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
         before, across = (torch.tensor([0, *accumulate(pair[side] for pair in lengths)]) for side in (0, 1))
         if form != "padded":
             lists = as_ragged(lists, "cu_total_m_blocks", across)
-        tensors = SimpleNamespace(**{n: Held(t) if torch.is_tensor(t) else t for n, t in lists._asdict().items()})
         for batch, (listed, full) in enumerate(tables(case)):
             for head, block in product(*map(range, listed.shape[:2])):
-                row = list_rows.find_row(tensors, Held(before.int()), Int32(batch), Int32(head), Int32(block))
+                row = list_rows.find_row(lists, before, batch, head, block)
                 for kind, table in (("mask", listed & ~full), ("full", full)):
-                    count = row.count(getattr(tensors, f"{kind}_block_cnt"))
-                    entries = row.entries(getattr(tensors, f"{kind}_block_idx"), full=kind == "full").of[:count]
+                    count = row.count(getattr(lists, f"{kind}_block_cnt"))
+                    entries = row.entries(getattr(lists, f"{kind}_block_idx"), full=kind == "full").flatten()[:count]
                     assert entries.tolist() == rows_of(table[head])[block]
 
 
@@ -176,24 +123,21 @@ def test_entries_are_read_in_place_with_their_semaphore_values(rank: int) -> Non
 
 
 def test_ragged_lists_may_share_their_starts(plain: None) -> None:
-    entries = Held(torch.tensor([9, 4, 9, 5, 6]))
-    tensors = SimpleNamespace(
-        mask_block_cnt=Held(torch.tensor([[1, 2]])),
-        mask_block_idx=entries,
-        cu_block_idx_offsets=Held(torch.tensor([[1, 3]])),
-        cu_full_block_idx_offsets=None,
+    entries = torch.tensor([9, 4, 9, 5, 6])
+    lists = BlockSparseTensorsTorch(
+        torch.tensor([[1, 2]]), entries, cu_block_idx_offsets=torch.tensor([[1, 3]]), cu_full_block_idx_offsets=None
     )
-    row = list_rows.find_row(tensors, Held(torch.tensor([0, 2])), Int32(0), Int32(0), Int32(1))
-    assert row.entries(entries).of.tolist() == row.entries(entries, full=True).of.tolist() == [5, 6]
+    row = list_rows.find_row(lists, torch.tensor([0, 2]), 0, 0, 1)
+    assert row.entries(entries).tolist() == row.entries(entries, full=True).tolist() == [5, 6]
 
 
 def test_a_plan_knows_where_ragged_rows_start(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn.cute.bwd_sm90 import query_loop
 
-    monkeypatch.setattr(query_loop, "Int64", Int64)
+    monkeypatch.setattr(query_loop, "Int64", int)
     monkeypatch.setattr(query_loop, "Uint32", lambda low: int(low) & 0xFFFFFFFF)
     start = (3 << 32) + (1 << 31) + 2
-    plan = Held(torch.tensor([[0] * 8, [5, 6, 7, 8, 9, 10, 2 - (1 << 31), 3]]))
+    plan = torch.tensor([[0] * 8, [5, 6, 7, 8, 9, 10, 2 - (1 << 31), 3]])
     ragged, padded = (SimpleNamespace(plan=plan, mask_block_idx=SimpleNamespace(shape=s)) for s in ((9,), (1, 1, 3, 3)))
     plan_tile = query_loop.PlanTile.read(ragged, 1)
     assert plan_tile == query_loop.PlanTile(5, 6, 7, 8, 9, 10, start)
@@ -204,7 +148,7 @@ def test_a_plan_knows_where_ragged_rows_start(plain: None, monkeypatch: pytest.M
         cu_block_idx_offsets=None,  # not looked at
         cu_full_block_idx_offsets=None,
     )
-    row = list_rows.find_row(tensors, [0, Int32(3)], 0, 0, Int32(1), plan_tile.start)
+    row = list_rows.find_row(tensors, [0, 3], 0, 0, 1, plan_tile.start)
     assert row.starts == (start, start)
 
 

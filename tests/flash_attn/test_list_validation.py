@@ -240,14 +240,12 @@ def test_one_wrong_entry(form: str, kind: str, backward: bool) -> None:
 
 @pytest.mark.parametrize("form", PACKED)
 def test_the_sequence_is_named(form: str) -> None:
+    """And a block that another sequence alone has is out of range."""
     call, options = packed_call(form, full=0.0)
     row = [0, *accumulate(-(-T_q // BLOCK) for T_q, _ in LENGTHS)][4]
     call[0].mask_block_cnt[1, row] = 3
     expected = "sequence 4, whose rows count from its start: forward mask_block_cnt[0, 1, 0] = "
     assert refusal(*call, **options).startswith(expected)
-
-
-def test_another_sequences_blocks_are_out_of_range() -> None:
     call, options = packed_call("compact")
     call[0].mask_block_cnt[:, 5] = 1  # sequence 2: a row, two key blocks
     call[0].full_block_cnt[:, 5] = 0

@@ -23,7 +23,7 @@ from flash_attn.cute.block_lists import (
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_lists
 from fuzz.attention_lists import both_directions
-from fuzz.blocks import table_of
+from fuzz.blocks import each_tensor, table_of
 from fuzz.case import Blocks
 from fuzz.properties.lists import same
 
@@ -32,14 +32,6 @@ def test_window_at_scale() -> None:
     lists = lists_from_window(1 << 20, 1 << 20, 2047, 0, (128, 128))
     assert lists.full_block_idx.shape == (1, 1, 8192, 15) and lists.mask_block_idx.shape == (1, 1, 8192, 2)
     assert lists.mask_block_idx[0, 0, 100].tolist() == [84, 100]
-
-
-def test_transpose_of_repeated_lists_is_repeated() -> None:
-    forward, _ = both_directions(Blocks(H=1))
-    wide = BlockSparseTensorsTorch(*(t.expand(2, 3, *t.shape[2:]) for t in forward[:4]))
-    for mine, other in zip(transpose_lists(wide, 5)[:4], transpose_lists(forward, 5)[:4], strict=True):
-        assert mine.shape[:2] == (2, 3) and mine.stride()[:2] == (0, 0)
-        torch.testing.assert_close(mine, other.expand_as(mine), rtol=0, atol=0)
 
 
 def soft_causal(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -162,19 +154,31 @@ def merged(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) ->
     return loop.mask_block_cnt, loop.mask_block_idx, loop.dq_write_order
 
 
+def repeated(lists: BlockSparseTensorsTorch, batch: int, head: int) -> BlockSparseTensorsTorch:
+    return each_tensor(lists, lambda t: t.expand(batch, head, *t.shape[2:]))
+
+
+def assert_repeated(mine: tuple[torch.Tensor, ...], alone: tuple[torch.Tensor, ...], batch: int, head: int) -> None:
+    """Views that repeat what one list has."""
+    for many, one in zip(mine, alone, strict=True):
+        torch.testing.assert_close(many, one.expand_as(many), rtol=0, atol=0)
+        assert many.shape[:2] == (batch, head)
+        assert all(many.stride(d) == 0 for d in (0, 1) if many.shape[d] > 1)
+
+
 @pytest.mark.parametrize("batch,head", [(2, 3), (1, 3), (2, 1)])
 def test_repeated_lists_are_computed_once(batch: int, head: int) -> None:
-    """Heads and batches that share a list share its semaphore values, as views that repeat them."""
+    """Heads and batches that share a list share its transpose, and its semaphore values, of the same order too."""
     forward, backward = both_directions(Blocks(H=1, seed=5))
-    alone = compute_dq_write_order(*arguments(forward, backward))
-    wide = [t.expand(batch, head, *t.shape[2:]) for t in backward[:4]]
-    locks = compute_dq_write_order(*arguments(forward, BlockSparseTensorsTorch(*wide)))
-    loop = merged(BlockSparseTensorsTorch(*wide), locks)
-    alone_merged = merged(backward, alone)
-    for mine, other in zip((*locks, *loop), (*alone, *alone_merged), strict=True):
-        torch.testing.assert_close(mine, other.expand_as(mine), rtol=0, atol=0)
-        assert mine.shape[:2] == (batch, head)
-        assert all(mine.stride(d) == 0 for d in (0, 1) if mine.shape[d] > 1)
+    wide_forward, wide = (repeated(lists, batch, head) for lists in (forward, backward))
+    assert_repeated(transpose_lists(wide_forward, 5)[:4], transpose_lists(forward, 5)[:4], batch, head)
+    locks, alone = (compute_dq_write_order(*arguments(forward, lists)) for lists in (wide, backward))
+    assert_repeated((*locks, *merged(wide, locks)), (*alone, *merged(backward, alone)), batch, head)
+    order = torch.tensor([2, 0, 1, 4, 3])
+    expected = merged(backward, order=order)
+    assert_repeated(merged(wide, order=order.expand(batch, head, 5)), expected, batch, head)
+    for own, once in zip(merged(wide, order=order.repeat(batch, head, 1)), expected, strict=True):
+        assert own.equal(once.expand(own.shape))
 
 
 def test_mask_lists_for_every_head_and_full_lists_for_one() -> None:
@@ -225,9 +229,9 @@ def test_width_and_bound() -> None:
     tight, total = int(count.max()), int(count.sum())
     wide, narrow = merged(backward), merged(backward, width=tight, listed=total)
     assert narrow[1].shape[3] == tight < wide[1].shape[3]
+    sides = arguments(forward, backward)
     assert_equal(narrow[1:], tuple(t[..., :tight] for t in wide[1:]))
-    bounded = compute_dq_write_order(*arguments(forward, backward), listed=total)
-    assert_equal(bounded, compute_dq_write_order(*arguments(forward, backward)))
+    assert_equal(compute_dq_write_order(*sides, listed=total), compute_dq_write_order(*sides))
 
 
 def test_more_query_blocks_than_an_int_counts() -> None:
@@ -243,21 +247,6 @@ def test_large_numbers() -> None:
     _, entries, locks = merged(BlockSparseTensorsTorch(cnt, idx))
     assert locks[0, 0].tolist() == [[n, n] for n in range(N)]
     assert (entries[..., 0] == last * 2).all() and not entries[..., 1].any()
-
-
-@pytest.mark.parametrize("repeated", [False, True])
-def test_orders_that_are_repeated_over_heads_like_the_lists(repeated: bool) -> None:
-    """Both with stride 0 over heads: they are computed once."""
-    _, backward = both_directions(Blocks(B=1, H=1, M=4, N=3, density=1.0))
-    order = torch.tensor([2, 0, 1])
-    expected = merged(backward, order=order)
-    lists = backward._replace(
-        **{n: t.expand(-1, 2, *t.shape[2:]) for n, t in backward._asdict().items() if torch.is_tensor(t)}
-    )
-    given = order.expand(1, 2, 3) if repeated else order.repeat(1, 2, 1)
-    loop = merged(lists, order=given)
-    for own, once in zip(loop, expected, strict=True):
-        assert own.equal(once.expand(own.shape))
 
 
 CASES = [Blocks(B=2, H=3, M=40, N=30, full=full, shuffle=shuffle) for full in (None, 0.5) for shuffle in (False, True)]

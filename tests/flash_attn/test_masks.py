@@ -1,18 +1,20 @@
 """Masks over block lists and mask_mods: the end of the keys, causal and windows; masks only where something hides."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 from fa_compile import MaskCall, Worker, compile_backward, compile_forward, recorded_masks
 
-from fuzz.attention import backward, forward, make_inputs
 from fuzz.case import Attention as Case
 
 TAIL = [Case(D=64, T_k=700, lists="both"), Case(D=64, T_k=700, Hkv=4, lists="both", mask_mod="keyed", overlap=False)]
 CUT = [Case(T_q=700, T_k=700, lists="both", causal=True), Case(T_q=700, T_k=700, lists="both", window=(200, 0))]
 
 
-def masks(case: Case) -> list[MaskCall]:
+def masks(case: Case, direction: str) -> list[MaskCall]:
     with recorded_masks() as calls:
-        compile_forward(case)
+        (compile_forward if direction == "forward" else compile_backward)(case)
     return calls
 
 
@@ -28,7 +30,7 @@ def in_branch_of_loop(call: MaskCall) -> bool:
 @pytest.mark.parametrize("case", TAIL, ids=str)
 def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None:
     """On SM90 in a loop of its own, beside one for keys that end with a block (test_forward_steps.py)."""
-    calls = compiler.trace(masks, case)
+    calls = compiler.trace(masks, case, "forward")
     own_loop = compiler.arch == "sm_90"
     at_tail = [call for call in calls if (in_loop if own_loop else in_branch_of_loop)(call) and call.mask_seqlen]
     # One for the partial blocks, with the mask_mod if there is one, and one for the full blocks.
@@ -42,7 +44,7 @@ def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None
 def test_full_blocks_are_cut_by_causal_and_local(compiler: Worker, case: Case) -> None:
     """On SM90 in a branch over the step, beside one for blocks that no edge runs through."""
     cut = in_branch_of_loop if compiler.arch == "sm_90" else in_loop
-    calls = [call for call in compiler.trace(masks, case) if cut(call)]
+    calls = [call for call in compiler.trace(masks, case, "forward") if cut(call)]
     assert len(calls) >= 2, "the loops over partial and over full blocks both mask every block"
     for call in calls:
         assert (call.mask_causal, call.mask_local) == (case.causal, not case.causal)
@@ -51,8 +53,6 @@ def test_full_blocks_are_cut_by_causal_and_local(compiler: Worker, case: Case) -
 
 @pytest.mark.parametrize(("tile_n", "keys"), [(128, 300), (128, 256), (112, 1), (80, 80), (128, 129)])
 def test_at_tail(tile_n: int, keys: int) -> None:
-    from types import SimpleNamespace
-
     from flash_attn.cute.fwd_sm90.masks import TailMask
 
     mask = TailMask(None, SimpleNamespace(tile_n=tile_n, seqlen_k=keys))
@@ -64,36 +64,27 @@ def test_at_tail(tile_n: int, keys: int) -> None:
 CASES = [Case(causal=True, mask_mod="thirds"), Case(D=128, T_q=700, T_k=700, window=(150, 0), mask_mod="thirds")]
 
 
-def traced(case: Case) -> list[tuple[list[MaskCall], int]]:
-    """For forward and for backward: the masks in the kernel's code, and how often it asked the mask_mod."""
+def masks_and_mods(case: Case, direction: str) -> tuple[list[MaskCall], int]:
+    """The masks in the code of the forward or backward kernel, and how often it asked the mask_mod; in a worker."""
     import cutlass.cute as cute
 
     from fuzz import mask_mods
 
     asked = []
-    original = mask_mods.MASK_MODS["thirds"]
 
     @cute.jit
     def counted(batch, head, q, kv, seqlen_info, aux_tensors):
         asked.append(kv)
         return kv < q
 
-    mask_mods.MASK_MODS["thirds"] = (counted, None)
-    try:
-        x = make_inputs(case)
-        with recorded_masks() as forwards:
-            o, lse = forward(case, x)
-        once = len(asked)
-        with recorded_masks() as backwards:
-            backward(case, x, o, lse)
-        return [(forwards, once), (backwards, len(asked) - once)]
-    finally:
-        mask_mods.MASK_MODS["thirds"] = original
+    with patch.dict(mask_mods.MASK_MODS, thirds=(counted, None)), recorded_masks() as calls:
+        (compile_forward if direction == "forward" else compile_backward)(case)
+    return calls, len(asked)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_masks_reach_both_kernels(compiler: Worker, case: Case) -> None:
-    for calls, asked in compiler.trace(traced, case):
+    for calls, asked in (compiler.trace(masks_and_mods, case, of) for of in ("forward", "backward")):
         assert asked, "the mask_mod is in the code"
         # The kernel wants both at once; inside, the one is applied and then the other.
         wanted = [call for call in calls if call.mask_mod and (call.mask_causal or call.mask_local)]
@@ -101,12 +92,6 @@ def test_both_masks_reach_both_kernels(compiler: Worker, case: Case) -> None:
         assert wanted and len(wanted) == len(applied) == len(calls) / 2
         assert {call.mask_causal for call in applied} == {case.causal}
         assert {call.mask_local for call in applied} == {not case.causal}
-
-
-def masks_of_backward(case: Case) -> list[MaskCall]:
-    with recorded_masks() as calls:
-        compile_backward(case)
-    return calls
 
 
 @pytest.mark.parametrize(
@@ -120,7 +105,7 @@ def masks_of_backward(case: Case) -> list[MaskCall]:
     ids=str,
 )
 def test_one_loop_masks_only_where_something_hides(compiler_sm90: Worker, case: Case, with_mod: list[bool]) -> None:
-    calls = compiler_sm90.trace(masks_of_backward, case)
+    calls = compiler_sm90.trace(masks, case, "backward")
     # One mask for each kind of entry, none of them straight in the loop's body but for the branch
     # that skips tiles past the end.
     assert sorted(call.mask_mod for call in calls) == with_mod

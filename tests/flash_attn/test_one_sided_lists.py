@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fa_catalogue import PACK
 from fa_compile import Worker, in_order, swept
 from fa_reference import assert_close, attention
 from test_list_validation import BLOCK, PACKED, packed_call, qk, refusal
@@ -24,14 +25,13 @@ from fuzz.case import Attention as Case
 from fuzz.oracle import visible
 
 FIXED = dict(T_q=700, T_k=900)
-PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)))
 CASES = [
     Case(D=128, mask_mod="halves", **FIXED),
     Case(D=64, causal=True, Hkv=4, deterministic=True, **FIXED),
     Case(D=128, window=(200, 50), Hkv=1, **FIXED),
-    Case(D=128, mask_mod="halves", form="stacked", **PACK),
-    Case(D=64, causal=True, form="compact", Hkv=4, **PACK),
-    Case(D=128, window=(200, 0), form="ragged", deterministic=True, **PACK),
+    Case(D=128, mask_mod="halves", form="stacked", packed=PACK),
+    Case(D=64, causal=True, form="compact", Hkv=4, packed=PACK),
+    Case(D=128, window=(200, 0), form="ragged", deterministic=True, packed=PACK),
 ]
 # Deterministic backward in one pass wants an order with its lists.
 EACH = pytest.mark.parametrize(("case", "side"), in_order(CASES, "backward", "forward"), ids=str)
@@ -206,19 +206,13 @@ MASKS = [dict(mask_mod=see_all), dict(causal=True), *(dict(window_size=w) for w 
 
 @pytest.mark.usefixtures("launched")
 @PUBLIC
-@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("given", ["block_sparse_tensors", "block_sparse_tensors_bwd"])
-def test_a_mask_stands_for_the_other_direction(attend: Any, given: str, mask: dict[str, Any]) -> None:
-    assert attend(*inputs("qkv"), **{given: LISTS}, **mask) == "launched"
-
-
-@pytest.mark.usefixtures("launched")
-@PUBLIC
-@pytest.mark.parametrize("window", [(None, None), (-1, -1)])
-@pytest.mark.parametrize("given", ["block_sparse_tensors", "block_sparse_tensors_bwd"])
-def test_a_window_without_limits_is_no_mask(attend: Any, given: str, window: tuple) -> None:
-    with pytest.raises(ValueError, match="nothing is masked"):
-        attend(*inputs("q"), **{given: LISTS}, window_size=window)
+def test_a_mask_stands_for_the_other_direction(attend: Any, given: str) -> None:
+    for mask in MASKS:
+        assert attend(*inputs("qkv"), **{given: LISTS}, **mask) == "launched"
+    for window in ((None, None), (-1, -1)):
+        with pytest.raises(ValueError, match="nothing is masked"):
+            attend(*inputs("q"), **{given: LISTS}, window_size=window)
 
 
 @pytest.mark.usefixtures("launched")

@@ -1,7 +1,8 @@
 """Tensors on a GPU that is not the current one, GPUs of several architectures, and a changed environment."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from fa_compile import Worker, WorkerError, only_hosts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuzz.attention import compile_case, make_inputs
+from fuzz.attention import attend, compile_case, make_inputs
 from fuzz.case import Attention as Case
 
 CAPABILITIES = {0: (9, 0), 1: (10, 0), 2: (9, 0)}
@@ -87,10 +88,9 @@ def test_the_environment_is_asked_at_every_call(gpus: SimpleNamespace, monkeypat
     from flash_attn.cute.interface import _get_device_arch
 
     assert _get_device_arch() == 90
-    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_100")
-    assert _get_device_arch() == 100
-    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_80")
-    assert _get_device_arch() == 80
+    for arch in (100, 80):
+        monkeypatch.setenv("FLASH_ATTENTION_ARCH", f"sm_{arch}")
+        assert _get_device_arch() == arch
     monkeypatch.delenv("FLASH_ATTENTION_ARCH")
     assert _get_device_arch() == 90
 
@@ -168,14 +168,14 @@ def test_a_changed_architecture_is_refused_before_anything_is_compiled(compiler_
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("stream", [False, True], ids=["own stream", "side stream"])
 def test_the_other_gpu_gives_the_same(packed: bool, stream: bool) -> None:
-    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+    case = Case(packed=((300, 300), (77, 77)) if packed else (), causal=True, deterministic=True)
+    torch.cuda.set_device(0)
+    x = make_inputs(case)
 
-    def results(device: int, call: Callable) -> list[torch.Tensor]:
-        q, k, v = (t.to(f"cuda:{device}").requires_grad_() for t in (x.q, x.k, x.v))
-        options: dict = dict(causal=True, deterministic=True)
-        if packed:
-            starts = [t.to(q.device) for t in x.cu_seqlens]
-            options |= dict(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=300, max_seqlen_k=300)
+    def results(device: int) -> list[torch.Tensor]:
+        starts = x.cu_seqlens and tuple(t.to(f"cuda:{device}") for t in x.cu_seqlens)
+        there = replace(x, **{n: getattr(x, n).to(f"cuda:{device}") for n in ("q", "k", "v", "do")}, cu_seqlens=starts)
+        leaves = [t.requires_grad_() for t in (there.q, there.k, there.v)]
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         if stream:
@@ -183,8 +183,8 @@ def test_the_other_gpu_gives_the_same(packed: bool, stream: bool) -> None:
             torch.cuda.set_stream(side)
             torch.cuda.set_device(0)
         try:
-            o = call(q, k, v, **options)[0]
-            gradients = torch.autograd.grad(o, (q, k, v), x.do.to(q.device))
+            o = attend(case, there, leaves)[0]
+            gradients = torch.autograd.grad(o, leaves, there.do)
         finally:
             if stream:
                 torch.cuda.set_stream(torch.cuda.default_stream(device))
@@ -193,8 +193,5 @@ def test_the_other_gpu_gives_the_same(packed: bool, stream: bool) -> None:
         torch.cuda.synchronize(device)
         return [t.detach().cpu() for t in (o, *gradients)]
 
-    torch.cuda.set_device(0)
-    x = make_inputs(Case(packed=((300, 300), (77, 77))) if packed else Case())
-    call = flash_attn_varlen_func if packed else flash_attn_func
-    for got, expected in zip(results(1, call), results(0, call), strict=True):
+    for got, expected in zip(results(1), results(0), strict=True):
         assert torch.equal(got, expected)

@@ -1,12 +1,13 @@
 """Packed sequences: lists in every form, found in 64 bits or refused, and any number of sequences."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, noted, recorded_grids, swept
+from fa_catalogue import PACK
+from fa_compile import Worker, compile_backward, noted, recorded_grids, swept
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -16,13 +17,11 @@ from fuzz.attention import Inputs, backward, compile_case, forward, make_inputs
 from fuzz.attention_lists import backward_lists, forward_lists
 from fuzz.case import Attention as Case
 
-# Tails, one query, no queries, no keys, more keys than queries and fewer.
-LENGTHS = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
 CASES = [
-    Case(D=64, packed=LENGTHS, lists="both", form="stacked", causal=True),
-    Case(D=128, packed=LENGTHS, lists="both", form="compact", list_heads=4, Hkv=4, mask_mod="thirds"),
-    Case(D=128, packed=LENGTHS, lists="no full", form="ragged", list_heads=4, Hkv=1, window=(200, 0)),
-    Case(D=64, packed=LENGTHS, lists="both", form="shared", mask_mod="keyed"),
+    Case(D=64, packed=PACK, lists="both", form="stacked", causal=True),
+    Case(D=128, packed=PACK, lists="both", form="compact", list_heads=4, Hkv=4, mask_mod="thirds"),
+    Case(D=128, packed=PACK, lists="no full", form="ragged", list_heads=4, Hkv=1, window=(200, 0)),
+    Case(D=64, packed=PACK, lists="both", form="shared", mask_mod="keyed"),
 ]
 
 
@@ -47,24 +46,18 @@ def test_kernels_compile_and_find_rows_in_64_bits(compiler: Worker, case: Case) 
     assert compiler.trace(types_of_starts, case) == {"forward": {"Int64"}, "backward": {"Int64"}}
 
 
-def derive(case: Case, ordered: bool, block_k: int) -> None:
-    """Backward with an order of adding dq, or with blocks of `block_k` keys."""
-    x, lists = make_inputs(case), backward_lists(case)
-    options = {"deterministic": ordered}
-    if ordered:
-        order, order_full = torch.zeros_like(lists.mask_block_idx), torch.zeros_like(lists.full_block_idx)
-        lists = lists._replace(dq_write_order=order, dq_write_order_full=order_full, spt=False)
-    lse = torch.empty(case.Hq, len(x.q), device="cuda")
-    backward(replace(case, **options), x, x.do, lse, lists._replace(block_size=(lists.block_size[0], block_k)))
-
-
 @pytest.mark.parametrize(
-    ("form", "ordered", "block_k"),
-    [("compact", True, 128), ("stacked", False, 256), pytest.param("stacked", True, 128, marks=pytest.mark.sweep)],
+    "more",
+    [
+        dict(form="compact", deterministic=True),
+        dict(form="stacked", block=(256, 256)),
+        pytest.param(dict(form="stacked", deterministic=True), marks=pytest.mark.sweep),
+    ],
+    ids=str,
 )
-def test_more_of_backward_compiles(compiler_sm100: Worker, form: str, ordered: bool, block_k: int) -> None:
+def test_more_of_backward_compiles(compiler_sm100: Worker, more: dict[str, Any]) -> None:
     """Two CTAs loop over one row where a block of keys is two tiles."""
-    compiler_sm100.trace(derive, replace(CASES[1], form=form, mask_mod=None), ordered, block_k)
+    compiler_sm100.trace(compile_backward, replace(CASES[1], mask_mod=None, **more))
 
 
 @pytest.mark.parametrize("direction", [formats.FORWARD, formats.BACKWARD])
@@ -204,43 +197,37 @@ LISTED = [Case(mask_mod="keyed", lists="partial"), Case(D=128, lists="full", det
 PACKED = [Case(packed=((100, 100), (30, 40)), causal=True), Case(packed=((100, 100), (30, 40)), lists="full")]
 
 
-def grids_of_case(case: Case) -> list[tuple[int | None, ...]]:
-    with recorded_grids() as grids:
-        compile_case(case)
-    return grids
+def grids(compile_: Callable[[Case], None], case: Case) -> list[tuple[int | None, ...]]:
+    with recorded_grids() as found:
+        compile_(case)
+    return found
 
 
-@pytest.mark.parametrize("case", swept([*BATCHES[1:3], replace(MANY, D=256), LISTED[1], PACKED[1]], 2), ids=str)
-def test_only_the_first_dimension_of_a_grid_grows(compiler: Worker, case: Case) -> None:
-    grids = compiler.trace(grids_of_case, case)
-    assert grids and all(None not in grid[1:] for grid in grids), grids
-
-
-def grids_of_compressed_causal() -> list[tuple[int | None, ...]]:
-    """Grids of forward and backward, deterministic too, and from the last keys to the first where there are few."""
-    case = Case(D=128, B=70_000, T_q=256, T_k=4, compress=(64, 63))
-    return [
-        grid for deterministic in (False, True) for grid in grids_of_case(replace(case, deterministic=deterministic))
-    ]
-
-
-def test_compressed_causal(compiler: Worker) -> None:
-    grids = compiler.trace(grids_of_compressed_causal)
-    assert grids and all(None not in grid[1:] for grid in grids), grids
-
-
-def grids_of_block_sparsity() -> list[tuple[int | None, ...]]:
+def compile_block_lists(case: Case) -> None:
+    """Of a mask."""
     from flash_attn.cute.compute_block_sparsity import compute_block_sparsity
     from fuzz.mask_mods import MASK_MODS
 
-    with recorded_grids() as grids:
-        compute_block_sparsity(128, 128, 70_000, 2, 256, 256, MASK_MODS["thirds"][0], None, device="cuda")
-    return grids
+    compute_block_sparsity(128, 128, case.B, 2, 256, 256, MASK_MODS["thirds"][0], None, device="cuda")
 
 
-def test_block_sparsity_of_a_mask(compiler: Worker) -> None:
-    grids = compiler.trace(grids_of_block_sparsity)
-    assert [grid[0] for grid in grids] == [None] and grids[0][2] == 1
+GRIDS = [*BATCHES[1:3], replace(MANY, D=256), LISTED[1], PACKED[1]]
+COMPRESSED = Case(D=128, B=70_000, T_q=256, T_k=4, compress=(64, 63))
+
+
+@pytest.mark.parametrize("case", swept(GRIDS, 2), ids=str)
+def test_only_the_first_dimension_of_a_grid_grows(compiler: Worker, case: Case) -> None:
+    found = compiler.trace(grids, compile_case, case)
+    assert found and all(None not in grid[1:] for grid in found), found
+
+
+def test_other_grids_grow_alike(compiler: Worker) -> None:
+    """Of compressed causal attention, from the last keys to the first where there are few, and of a mask's lists."""
+    for case in (COMPRESSED, replace(COMPRESSED, deterministic=True)):
+        found = compiler.trace(grids, compile_case, case)
+        assert found and all(None not in grid[1:] for grid in found), found
+    (grid,) = compiler.trace(grids, compile_block_lists, MANY)
+    assert grid[0] is None and grid[2] == 1
 
 
 def some(x: Inputs, sequences: slice) -> Inputs:

@@ -5,14 +5,17 @@ A call knows of each sequence's offset on the device alone.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, WorkerError, built_kernels, swept
+from fa_compile import Worker, WorkerError, kernel_fields, swept
 from fa_compress import FIXED
 from fa_reference import assert_bits_repeat, assert_case
 
-from fuzz.attention import compile_case, forward, make_inputs
+from flash_attn.cute import interface
+from fuzz.attention import compile_case, make_inputs, options
+from fuzz.attention_lists import forward_lists
 from fuzz.case import Attention as Case
 
 SIZES = dict(T_q=300, T_k=1000, offsets=(0, 611))
@@ -61,46 +64,39 @@ def test_compiles(compiler: Worker, kind: Case) -> None:
     compiler.trace(compile_case, next(with_edges(kind)))
 
 
-def kernels_of_offsets() -> tuple[int, int]:
-    """The number of kernels that are compiled after other offsets than the first, and after a call without any."""
-    made = []
-    with built_kernels() as kernels:
-        for offsets in ((0, 0), (300, 17), None):
-            compile_case(Case(window=(127, 0), T_q=300, T_k=1000, offsets=offsets))
-            made.append(len(kernels))
-    return made[1] - made[0], made[2] - made[1]
+def compile_offsets(*offsets: tuple[int, int] | None) -> None:
+    for each in offsets:
+        compile_case(Case(window=(127, 0), T_q=300, T_k=1000, offsets=each))
 
 
 def test_offsets_share_kernels(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(kernels_of_offsets) == (0, 2)
+    """Those of a call without any are others: a forward and a backward."""
+    counts = []
+    for offsets in ([(0, 0)], [(0, 0), (300, 17)], [(0, 0), None]):
+        found = compiler_sm90.trace(kernel_fields, "__module__", compile_offsets, *offsets, kind="Flash")
+        counts.append(len(found))
+    assert counts[1:] == [counts[0], counts[0] + 2]
 
 
 WRONG = {
-    "int32": dict(q_offset=torch.int64),
-    r"\[2\], contiguous": dict(q_offset=3),
-    "causal=True or a window": dict(window_size_right=None, window_size_left=None),
+    "int32": dict(dtype="int64"),
+    r"\[2\], contiguous": dict(size=3),
+    "causal=True or a window": dict(window=(None, None)),
     "block_sparse_tensors .*seqused_k": dict(lists="both"),
 }
 
 
-def refused(said: str) -> None:
-    """A call with one thing wrong; in a worker."""
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    wrong = dict(WRONG[said])
-    case = Case(window=(127, 0), T_q=300, T_k=1000, lists=wrong.pop("lists", None), offsets=(0, 1))
-    if case.lists is not None:
-        forward(case, make_inputs(case))
-    x, given = make_inputs(case), dict(window_size_left=127, window_size_right=0) | wrong
-    dtype, size = given.get("q_offset"), given.get("q_offset")
-    size, dtype = (size, torch.int32) if isinstance(size, int) else (2, dtype or torch.int32)
-    _flash_attn_fwd(x.q, x.k, x.v, **given | dict(q_offset=torch.zeros(size, dtype=dtype, device="cuda")))
+def call_wrongly(dtype: str = "int32", size: int = 2, **changes: Any) -> None:
+    case = replace(Case(window=(127, 0), T_q=300, T_k=1000, offsets=(0, 1)), **changes)
+    x = make_inputs(case)
+    given = options(case, x) | dict(q_offset=torch.zeros(size, dtype=getattr(torch, dtype), device="cuda"))
+    interface._flash_attn_fwd(x.q, x.k, x.v, **given, block_sparse_tensors=forward_lists(case))
 
 
 @pytest.mark.parametrize("said", WRONG)
 def test_wrong_calls_are_refused(compiler_sm90: Worker, said: str) -> None:
     with pytest.raises(WorkerError, match=said):
-        compiler_sm90.trace(refused, said)
+        compiler_sm90.trace(call_wrongly, **WRONG[said])
 
 
 @pytest.mark.gpu

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from fa_compile import Worker, built_kernels
-from fa_dq import as_rows, queries
+from fa_dq import as_rows, converted, queries
 
 from fuzz.attention import Inputs, backward, forward, make_inputs, options
 from fuzz.attention_lists import backward_lists
@@ -100,17 +101,13 @@ def test_nothing_but_the_kernels_and_the_conversions_is_launched(compiler_sm90: 
     kernel, convert = "FlashAttentionBackwardSm90", "FlashAttentionBackwardPostprocess"
     # Three calls; dq and the tokens' dk and dv on top of what is there, the blocks' by themselves.
     expected = [f"{kernel} {tile}" for tile in ((64, 128), (64, 64), (64, 128))]
-    names = compiler_sm90.trace(compiled, BASE)
+    more = (replace(BASE, D=64, **pack(300, 0, 1, 200)), replace(BASE, deterministic=True))
+    names, packed, ordered = (compiler_sm90.trace(compiled, base) for base in (BASE, *more))
     assert names[:3] == expected and set(names[3:]) == {f"{convert} True", f"{convert} False"}
-    packed = compiler_sm90.trace(compiled, replace(BASE, D=64, **pack(300, 0, 1, 200)))
-    assert packed[0] == f"{kernel} (128, 128)" and not any("Preprocess" in name for name in packed)
+    assert packed[0] == f"{kernel} (128, 128)" and not any("Preprocess" in name for name in packed + ordered)
 
 
-def test_deterministic_calls_share_too(compiler_sm90: Worker) -> None:
-    assert not any("Preprocess" in name for name in compiler_sm90.trace(compiled, replace(BASE, deterministic=True)))
-
-
-def conversions(arch: int, D: int) -> int:
+def conversions(arch: int, D: int) -> None:
     """Compile every conversion that adds; in a worker."""
     from flash_attn.cute.bwd_accum_tile import AccumTileOrder
     from flash_attn.cute.shared_backward import AccumLayout, Tile, convert
@@ -118,28 +115,20 @@ def conversions(arch: int, D: int) -> int:
     tiles = [(64, 256, 1, False), (64, 128, 1, False), (128, 256, 2, False), (80, 256, 1, True)]
     cases = [(*tile, False, None) for tile in tiles if tile[0] != 80 or D == 128]
     if arch == 100:
-        orders = [(AccumTileOrder.TMEM_FRAG_1CTA, False), (AccumTileOrder.ROW_MAJOR, False)]
-        orders += [(AccumTileOrder.TMEM_FRAG_2CTA, True)] if D == 128 else []
-        cases = [(128, 128, 1, False, two_cta, order) for order, two_cta in orders]
-    for rows, threads, atoms, swapped, two_cta, order in cases:
-        tile = Tile(arch, rows, threads, atoms, swapped, two_cta, 32, order)
-        for sequences in (None, 3):
-            layout = AccumLayout((2, 4) if sequences is None else (4,), 1000, sequences, rows, D, tile)
-            out = torch.empty(*layout.heads[:-1], 1000, 4, D, dtype=torch.float16, device="cuda")
-            cu_seqlens = None if sequences is None else torch.empty(4, dtype=torch.int32, device="cuda")
-            accum = torch.empty(layout.shape, device="cuda")
-            convert(accum, layout, out, scale=0.5, cu_seqlens=cu_seqlens, add=True)
-    return len(cases)
+        orders = [(False, AccumTileOrder.TMEM_FRAG_1CTA), (False, AccumTileOrder.ROW_MAJOR)]
+        orders += [(True, AccumTileOrder.TMEM_FRAG_2CTA)] if D == 128 else []
+        cases = [(128, 128, 1, False, *order) for order in orders]
+    for (rows, *more, order), sequences in product(cases, (None, 3)):
+        tile = Tile(arch, rows, *more, 32, order)
+        layout = AccumLayout((2, 4) if sequences is None else (4,), 1000, sequences, rows, D, tile)
+        out = torch.empty(*layout.heads[:-1], 1000, 4, D, dtype=torch.float16, device="cuda")
+        cu_seqlens = None if sequences is None else torch.empty(4, dtype=torch.int32, device="cuda")
+        convert(torch.empty(layout.shape, device="cuda"), layout, out, scale=0.5, cu_seqlens=cu_seqlens, add=True)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_conversions_that_add_compile(compiler_sm90: Worker, D: int) -> None:
-    assert compiler_sm90.trace(conversions, 90, D) == (3 if D == 64 else 4)
-
-
-@pytest.mark.parametrize("D", [64, 128])
-def test_conversions_that_add_compile_for_blackwell(compiler_sm100: Worker, D: int) -> None:
-    assert compiler_sm100.trace(conversions, 100, D) == (2 if D == 64 else 3)
+def test_conversions_that_add_compile(compiler: Worker) -> None:
+    for D in (64, 128):
+        compiler.trace(conversions, int(compiler.arch.removeprefix("sm_")), D)
 
 
 def places(rows: int, threads: int, atoms: int, D: int) -> list[list[int]]:
@@ -249,7 +238,7 @@ def test_an_infinite_row_sum_takes_a_row_out() -> None:
 @pytest.mark.gpu
 def test_accumulators_may_lie_far_apart() -> None:
     """Heads and sequences past 2**31 elements: as they are with 32 heads of 4M tokens."""
-    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert, zeroed
+    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, zeroed
 
     case, far = replace(BASE, Hq=2, Hkv=1, T_q=300, T_k=300, causal=True), 2**31 + 256
     x = make_inputs(case)
@@ -267,7 +256,6 @@ def test_accumulators_may_lie_far_apart() -> None:
     gradients = []
     for accums in (apart, zeroed(layout.dq, layout.dk, layout.dv, device=x.q.device)):
         backward(case, x, None, None, shared=SharedBackward(layout, *rows, *accums))
-        parts = zip(accums, (layout.dq, layout.dk, layout.dv), (x.q, x.k, x.v), (case.D**-0.5, case.D**-0.5, 1.0))
-        gradients.append([convert(a, of, torch.full_like(t, torch.nan), scale=scale) for a, of, t, scale in parts])
+        gradients.append(converted(case, x, layout, *accums))
     for mine, expected in zip(*gradients):
         torch.testing.assert_close(mine, expected, rtol=2e-2, atol=1e-2)

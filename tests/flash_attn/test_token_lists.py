@@ -22,6 +22,7 @@ from fa_tokens import (
     key_pairs,
     listed_blocks,
     reference,
+    tokens,
     union_lists,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -34,61 +35,62 @@ from fuzz.attention import Inputs, Tensors, make_inputs, options, outputs
 from fuzz.attention_lists import on_device, on_gpu
 from fuzz.canary import Guarded
 from fuzz.oracle import assert_close
+from fuzz.wrong_calls import changed
 
 GROUPS = (16, 3, 4, 8, 1, 2)
 NEAR = dict(near=True, Hkv=1)
 PAIRS = ((300, 700),) * 2
 PACKED = dict(near=True, form="compact")
 CASES = [
-    TokenCase(PAIRS, D=64, causal=False, dtype="float16"),
-    TokenCase(((1000, 1000),), block=16, add=True),
-    TokenCase(((1000, 1000),), G=12, D=96, causal=False),
-    TokenCase(((500, 500),) * 2, G=3, add=True),
-    TokenCase(PACK, G=4, form="padded"),
-    TokenCase(PACK, G=3, form="compact", start=128, add=True),
-    TokenCase(PACK, G=1, form="stacked", D=64, start=128),
-    TokenCase(PACK, G=16, form="ragged", causal=False),
-    TokenCase(PAIRS, G=4, by_head=True),
-    TokenCase(PACK, G=2, form="padded", block=32, D=64),
-    TokenCase(PACK, G=3, form="compact", by_head=True, D=64),
-    *(TokenCase(((T, T),), G=G, **NEAR) for T, G in zip(TOKENS, GROUPS * 2)),
-    *(TokenCase(((1000, 1000),) * 2, G=G, near=True, n=6, cap=100, D=64 if G in (2, 8) else 128) for G in GROUPS),
-    TokenCase(((700, 700),), G=160, n=3, **NEAR),
-    TokenCase(((300, 300),), G=67, cap=64, **NEAR),
-    TokenCase(((900, 900),), G=4, causal=False, cap=200, **NEAR),
-    TokenCase(((1000, 1000),), block=128, cap=150, near=True),
-    TokenCase(((1000, 1000),), G=8, block=192, add=True, **NEAR),
-    TokenCase(((1000, 1000),), G=4, cap=100, add=True, D=64, **NEAR),
-    TokenCase(((1000, 1000),), dtype="float16", **NEAR),
-    TokenCase(((2000, 2000),), n=16, **NEAR),
-    TokenCase(((300, 377),) * 2, G=4, cap=100, **NEAR),
-    TokenCase(((1, 1000),), near=True),
-    TokenCase(((200, 330),), G=8, causal=False, **NEAR),
-    TokenCase(((1000, 1077),), G=4, near=True, by_head=True, cap=100),
-    TokenCase(((300, 300),) * 2, G=3, by_head=True, D=64, causal=False, dtype="float16", **NEAR),
-    TokenCase(((300, 300),) * 2, G=4, near=True, block=16, n=8, cap=30),
-    TokenCase(((100, 100), (0, 0), (600, 600), (1, 1), (65, 65)), G=4, **PACKED),
-    TokenCase(((100, 100), (129, 129), (600, 600), (1, 1), (64, 64)), Hkv=1, cap=50, start=128, **PACKED),
-    TokenCase(((257, 257), (1, 1), (600, 600)), G=3, Hkv=1, block=128, add=True, D=64, **PACKED),
-    TokenCase(((100, 100), (300, 300)), G=2, causal=False, Hkv=3, **PACKED),
-    TokenCase(((100, 200), (1, 101), (300, 400)), G=3, block=128, D=64, **PACKED),
-    TokenCase(((100, 200), (1, 101), (300, 400)), Hkv=1, by_head=True, add=True, **PACKED),
-    TokenCase(((100, 120), (1, 21), (300, 320)), G=8, Hkv=1, block=32, add=True, **PACKED),
+    tokens(*PAIRS, D=64, causal=False, dtype="float16"),
+    tokens((1000, 1000), keys=16, add=True),
+    tokens((1000, 1000), G=12, D=96, causal=False),
+    tokens(*((500, 500),) * 2, G=3, add=True),
+    tokens(*PACK, G=4, form="padded"),
+    tokens(*PACK, G=3, form="compact", start=128, add=True),
+    tokens(*PACK, G=1, form="stacked", D=64, start=128),
+    tokens(*PACK, G=16, form="ragged", causal=False),
+    tokens(*PAIRS, G=4, by_head=True),
+    tokens(*PACK, G=2, form="padded", keys=32, D=64),
+    tokens(*PACK, G=3, form="compact", by_head=True, D=64),
+    *(tokens((T, T), G=G, **NEAR) for T, G in zip(TOKENS, GROUPS * 2)),
+    *(tokens(*((1000, 1000),) * 2, G=G, near=True, n=6, cap=100, D=64 if G in (2, 8) else 128) for G in GROUPS),
+    tokens((700, 700), G=160, n=3, **NEAR),
+    tokens((300, 300), G=67, cap=64, **NEAR),
+    tokens((900, 900), G=4, causal=False, cap=200, **NEAR),
+    tokens((1000, 1000), keys=128, cap=150, near=True),
+    tokens((1000, 1000), G=8, keys=192, add=True, **NEAR),
+    tokens((1000, 1000), G=4, cap=100, add=True, D=64, **NEAR),
+    tokens((1000, 1000), dtype="float16", **NEAR),
+    tokens((2000, 2000), n=16, **NEAR),
+    tokens(*((300, 377),) * 2, G=4, cap=100, **NEAR),
+    tokens((1, 1000), near=True),
+    tokens((200, 330), G=8, causal=False, **NEAR),
+    tokens((1000, 1077), G=4, near=True, by_head=True, cap=100),
+    tokens(*((300, 300),) * 2, G=3, by_head=True, D=64, causal=False, dtype="float16", **NEAR),
+    tokens(*((300, 300),) * 2, G=4, near=True, keys=16, n=8, cap=30),
+    tokens((100, 100), (0, 0), (600, 600), (1, 1), (65, 65), G=4, **PACKED),
+    tokens((100, 100), (129, 129), (600, 600), (1, 1), (64, 64), Hkv=1, cap=50, start=128, **PACKED),
+    tokens((257, 257), (1, 1), (600, 600), G=3, Hkv=1, keys=128, add=True, D=64, **PACKED),
+    tokens((100, 100), (300, 300), G=2, causal=False, Hkv=3, **PACKED),
+    tokens((100, 200), (1, 101), (300, 400), G=3, keys=128, D=64, **PACKED),
+    tokens((100, 200), (1, 101), (300, 400), Hkv=1, by_head=True, add=True, **PACKED),
+    tokens((100, 120), (1, 21), (300, 320), G=8, Hkv=1, keys=32, add=True, **PACKED),
 ]
 SUMS = [
     CASES[2],
-    TokenCase(((500, 500),) * 2),
-    TokenCase(((500, 500),) * 2, G=160),
+    tokens(*((500, 500),) * 2),
+    tokens(*((500, 500),) * 2, G=160),
     *(CASES[i] for i in (7, 8, 10)),
 ]
-BATCH = TokenCase(((300, 768),) * 2, G=4)
-BEHIND = TokenCase(((300, 768), (1, 768), (77, 768)), G=4, form="compact")
+BATCH = tokens(*((300, 768),) * 2, G=4)
+BEHIND = tokens((300, 768), (1, 768), (77, 768), G=4, form="compact")
 
 
 def attend(case: TokenCase, x: Inputs, lists: Any, **more: Any) -> tuple[torch.Tensor, ...]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    given = options(case.plain, x) | dict(block_sparse_tensors=lists, return_lse=True)
+    given = options(case, x) | dict(block_sparse_tensors=lists, return_lse=True)
     o, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, **given | more)
     return o, lse
 
@@ -98,7 +100,7 @@ def by_union_kernel(case: TokenCase, x: Inputs, lists: Any) -> tuple[torch.Tenso
     from flash_attn.cute.fwd_unions.interface import forward_unions
 
     names = ("causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
-    given = {name: value for name, value in options(case.plain, x).items() if name in names}
+    given = {name: value for name, value in options(case, x).items() if name in names}
     return forward_unions(x.q, x.k, x.v, lists, **given)
 
 
@@ -107,7 +109,7 @@ def on_pages(case: TokenCase, page: int, device: str = "cuda") -> dict[str, torc
     table = torch.randperm(len(case.lengths) * 768 // page, device="cpu").int().view(len(case.lengths), -1)
     offset = torch.tensor([S - T for T, S in case.lengths], device="cpu").int()
     found = dict(page_table=table.to(device), q_offset=offset.to(device))
-    return found if case.form is None else found | dict(cu_seqlens_k=None)
+    return found | dict(cu_seqlens_k=None) if case.packed else found
 
 
 def in_pages(x: torch.Tensor, page: int) -> torch.Tensor:
@@ -125,23 +127,23 @@ def fake_lists(case: TokenCase) -> BlockSparseTensorsTorch:
 
 
 def compile_forward(case: TokenCase, **more: Any) -> None:
-    attend(case, make_inputs(case.plain), fake_lists(case), **more)
+    attend(case, make_inputs(case), fake_lists(case), **more)
 
 
 def compile_unions(case: TokenCase) -> None:
-    by_union_kernel(case, make_inputs(case.plain), fake_lists(case))
+    by_union_kernel(case, make_inputs(case), fake_lists(case))
 
 
 def compile_pages(case: TokenCase, page: int = 64) -> None:
     with unset_fake_temporarily():
         given = on_pages(case, page, "cpu")
     given = {name: None if t is None else on_device(t) for name, t in given.items()}
-    x = make_inputs(case.plain)
+    x = make_inputs(case)
     attend(case, replace(x, k=in_pages(x.k, page), v=in_pages(x.v, page)), fake_lists(case), **given)
 
 
 def compile_dq(case: TokenCase, output: str = "dq") -> None:
-    compile_pass(case.plain, output, fake_lists(case))
+    compile_pass(case, output, fake_lists(case))
 
 
 def compile_dkdv(case: TokenCase) -> None:
@@ -151,10 +153,10 @@ def compile_dkdv(case: TokenCase) -> None:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="cuda")
 
-    x = make_inputs(case.plain)
-    rows = x.q.new_empty(*x.q.shape[:-3], case.G * case.Hkv, 1024, dtype=torch.float32)
-    cu = empty(2) if case.form else None
-    pairs = KeyPairs(empty(9), empty(9, 4), empty(17), 1, case.block, cu, case.by_head)
+    x = make_inputs(case)
+    rows = x.q.new_empty(*x.q.shape[:-3], case.Hq, 1024, dtype=torch.float32)
+    cu = empty(2) if case.packed else None
+    pairs = KeyPairs(empty(9), empty(9, 4), empty(17), 1, case.keys, cu, case.by_head)
     given = dict(causal=case.causal, add=case.add, cu_seqlens_q=cu, cu_seqlens_k=cu)
     backward_dkdv(x.q, x.k, x.v, x.do, rows, rows, pairs, dk=x.k, dv=x.v, **given)
 
@@ -162,19 +164,19 @@ def compile_dkdv(case: TokenCase) -> None:
 def compile_backward(case: TokenCase, argument: str) -> None:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    x = make_inputs(case.plain)
-    o, lse = outputs(case.plain, x)
+    x = make_inputs(case)
+    o, lse = outputs(case, x)
     _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, **{argument: fake_lists(case)})
 
 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (TokenCase(G=4), 1),
-        (TokenCase(G=2), 2),
-        (TokenCase(G=1, D=64, form="ragged"), 4),
-        (TokenCase(G=160, D=64, form="padded"), 1),
-        (TokenCase(G=4, by_head=True), 4),
+        (tokens(G=4), 1),
+        (tokens(G=2), 2),
+        (tokens(G=1, D=64, form="ragged"), 4),
+        (tokens(G=160, D=64, form="padded"), 1),
+        (tokens(G=4, by_head=True), 4),
     ],
 )
 def test_a_tile_has_128_rows_and_a_bit_for_each_token(compiler_sm90: Worker, case: TokenCase, words: int) -> None:
@@ -190,7 +192,7 @@ def test_the_kernel_of_pages_is_that_of_keys_that_lie_together(compiler_sm90: Wo
     assert found == [(1, 1, True, case is BATCH)]
 
 
-@pytest.mark.parametrize("case", [TokenCase(), TokenCase(PACK, G=3, D=96, form="stacked", causal=False)], ids=str)
+@pytest.mark.parametrize("case", [tokens(), tokens(*PACK, G=3, D=96, form="stacked", causal=False)], ids=str)
 def test_softmaxes_run_under_products(compiler_sm90: Worker, case: TokenCase) -> None:
     """Heads that divide a tile come by TMA, others by cp.async. Registers suffice.
 
@@ -202,20 +204,20 @@ def test_softmaxes_run_under_products(compiler_sm90: Worker, case: TokenCase) ->
 
 # With rows of q and do that TMA loads, and with those that the warpgroups do.
 DQ = [
-    (compile_dq, TokenCase(), "dq"),
-    (compile_dq, TokenCase(PACK, G=3, D=64, form="ragged", causal=False), "add"),
-    (compile_dq, TokenCase(G=4, by_head=True), "sums"),
-    (compile_dq, TokenCase(G=4, block=16), "dq"),
+    (compile_dq, tokens(), "dq"),
+    (compile_dq, tokens(*PACK, G=3, D=64, form="ragged", causal=False), "add"),
+    (compile_dq, tokens(G=4, by_head=True), "sums"),
+    (compile_dq, tokens(G=4, keys=16), "dq"),
 ]
-LONG = TokenCase(((1000, 1000),), **NEAR)
+LONG = tokens((1000, 1000), **NEAR)
 DKDV = [
     LONG,
-    replace(LONG, G=4, add=True, causal=False),
-    replace(LONG, G=3, form="compact", block=128),
-    replace(LONG, G=1, D=64),
-    replace(LONG, G=160, dtype="float16"),
-    replace(LONG, G=4, form="compact", by_head=True),
-    replace(LONG, G=4, block=16),
+    tokens((1000, 1000), G=4, add=True, causal=False, **NEAR),
+    tokens((1000, 1000), G=3, form="compact", keys=128, **NEAR),
+    tokens((1000, 1000), G=1, D=64, **NEAR),
+    tokens((1000, 1000), G=160, dtype="float16", **NEAR),
+    tokens((1000, 1000), G=4, form="compact", by_head=True, **NEAR),
+    tokens((1000, 1000), G=4, keys=16, **NEAR),
 ]
 PAGES = [pytest.param((compile_pages, case), marks=pytest.mark.sweep) for case in (BATCH, BEHIND)]
 
@@ -232,9 +234,10 @@ def test_registers_suffice(compiler_sm90: Worker, call: tuple[Any, ...]) -> None
 
 
 SPILLED = 32  # bytes of the stack: a few addresses that are the same in all steps
-BY_WARP = [(compile_unions, TokenCase(), [0]), (compile_dq, TokenCase(), [0])]
+BY_WARP = [(compile_unions, tokens(), [0]), (compile_dq, tokens(), [0])]
 BY_WARP += [
-    pytest.param(compile_dkdv, case, [SPILLED, 0], marks=pytest.mark.sweep) for case in (LONG, replace(LONG, G=3))
+    pytest.param(compile_dkdv, case, [SPILLED, 0], marks=pytest.mark.sweep)
+    for case in (LONG, tokens((1000, 1000), G=3, **NEAR))
 ]
 
 
@@ -275,15 +278,15 @@ def test_the_layer_asks_for_kernels_by_warp(compiler_sm100: Worker) -> None:
 # What is refused, and the host's rules.
 
 REFUSED = [
-    ("mask_block_bits", compile_forward, TokenCase(), dict(softcap=20.0)),
-    ("mask_block_bits", compile_forward, TokenCase(D=192), {}),
-    ("mask_block_bits", compile_backward, TokenCase(), dict(argument="block_sparse_tensors")),
-    ("mask_block_bits", compile_backward, TokenCase(), dict(argument="block_sparse_tensors_fwd")),
-    ("accum with mask_block_bits", compile_dq, TokenCase(), dict(output="accum")),
+    ("mask_block_bits", compile_forward, tokens(), dict(softcap=20.0)),
+    ("mask_block_bits", compile_forward, tokens(D=192), {}),
+    ("mask_block_bits", compile_backward, tokens(), dict(argument="block_sparse_tensors")),
+    ("mask_block_bits", compile_backward, tokens(), dict(argument="block_sparse_tensors_fwd")),
+    ("accum with mask_block_bits", compile_dq, tokens(), dict(output="accum")),
     ("pages of a multiple of 64 keys, got 96", compile_pages, BATCH, dict(page=96)),
-    ("dimensions 96 and 96", compile_dkdv, replace(LONG, D=96), {}),
-    ("blocks of 48 keys", compile_dkdv, replace(LONG, block=48), {}),
-    ("float32", compile_dkdv, replace(LONG, dtype="float32"), {}),
+    ("dimensions 96 and 96", compile_dkdv, tokens((1000, 1000), D=96, **NEAR), {}),
+    ("blocks of 48 keys", compile_dkdv, tokens((1000, 1000), keys=48, **NEAR), {}),
+    ("float32", compile_dkdv, tokens((1000, 1000), dtype="float32", **NEAR), {}),
 ]
 
 
@@ -297,7 +300,7 @@ def test_calls_are_refused_by_name(
 
 def test_forward_of_sm100_reads_no_bits(compiler_sm100: Worker) -> None:
     with refused("mask_block_bits"):
-        compiler_sm100.trace(compile_forward, TokenCase())
+        compiler_sm100.trace(compile_forward, tokens())
 
 
 def test_words_hold_all_tokens_of_a_tile() -> None:
@@ -311,14 +314,14 @@ def test_words_hold_all_tokens_of_a_tile() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_ragged_lists_keep_the_bits_beside_their_entries(form: str, shared: bool) -> None:
     """shared: one list for both heads, so that entries of heads are 0 apart."""
-    case = TokenCase(((70, 70), (130, 200), (1, 1)), G=3, form=form, Hkv=1 if shared else 2)
+    case = tokens((70, 70), (130, 200), (1, 1), G=3, form=form, Hkv=1 if shared else 2)
     lists = union_lists(case, listed_blocks(case, "cpu"))
     cu = tuple(torch.tensor(starts, dtype=torch.int32) for starts in case.starts)
     packing = formats.packing(*cu, None, None, 130, 200)
     fitted = formats.fit(
         lists, formats.FORWARD, packing, batch=3, heads=2, block_size=(128, 64), across=200, on_gpu=False
     )
-    plain = union_lists(TokenCase(case.lengths, G=3, form="compact", Hkv=case.Hkv), listed_blocks(case, "cpu"))
+    plain = union_lists(tokens(*case.lengths, G=3, form="compact", Hkv=case.Hkv), listed_blocks(case, "cpu"))
     for head in range(2):
         of = 0 if shared else head
         for row, count in enumerate(fitted.mask_block_cnt[head].tolist()):
@@ -330,56 +333,42 @@ def test_ragged_lists_keep_the_bits_beside_their_entries(form: str, shared: bool
 
 def test_pairs_are_those_of_the_lists() -> None:
     """The tests' own builder: every row has the tokens that list its block, and is dealt out whole."""
-    case = TokenCase(((200, 200), (70, 70)), G=2, cap=30, **PACKED)
+    case = tokens((200, 200), (70, 70), G=2, cap=30, **PACKED)
     tables = listed_blocks(case, "cpu")
     pairs, found = key_pairs(case, tables), {}
     for row, begin, end, _ in pairs.work_tiles[: pairs.row_tiles[-1]].tolist():
         found.setdefault(row, []).extend(pairs.tokens[begin:end].tolist())
     assert len(found) == 12
-    for row, tokens in found.items():
+    for row, listing in found.items():
         head, block = row // 6, row % 6
         table = tables[0][head, :, block] if block < 4 else tables[1][head, :, block - 4]
-        assert tokens == table.nonzero().flatten().tolist()
+        assert listing == table.nonzero().flatten().tolist()
 
 
 @pytest.fixture
 def lists() -> BlockSparseTensorsTorch:
-    return union_lists(TokenCase(), listed_blocks(TokenCase(), "cpu"))
+    return union_lists(tokens(), listed_blocks(tokens(), "cpu"))
 
 
 @pytest.mark.parametrize(
-    ("change", "heads", "pack_gqa", "said"),
+    ("change", "heads", "said"),
     [
-        (lambda x: dict(block_size=(128, 128)), (32, 2), True, r"block_size is \(128, 128\)"),
-        (
-            lambda x: dict(full_block_cnt=x.mask_block_cnt, full_block_idx=x.mask_block_idx),
-            (32, 2),
-            True,
-            "have to be None",
-        ),
-        (lambda x: {}, (32, 2), False, "pack_gqa is False"),
-        (lambda x: dict(mask_block_bits=x.mask_block_bits[..., 0]), (32, 2), True, "int32 of mask_block_idx's shape"),
-        (lambda x: dict(mask_block_bits=x.mask_block_bits.long()), (32, 2), True, "is torch.int64"),
-        (
-            lambda x: dict(mask_block_bits=x.mask_block_bits.expand(-1, -1, -1, -1, 3)),
-            (32, 2),
-            True,
-            "1, 2 or 4 words",
-        ),
-        (lambda x: {}, (4, 2), True, "1 words an entry, but 128 rows of 2 packed heads need 2"),
-        (lambda x: {}, (2, 1), True, "1 words an entry, but 128 rows of 1 packed heads need 4"),
+        (dict(block_size=(128, 128)), (32, 2), r"block_size is \(128, 128\)"),
+        (dict(full_block_cnt=torch.ones(1), full_block_idx=torch.ones(1)), (32, 2), "have to be None"),
+        ({}, (32, 2), "pack_gqa is False"),
+        (dict(mask_block_bits=lambda x: x[..., 0]), (32, 2), "int32 of mask_block_idx's shape"),
+        (dict(mask_block_bits=torch.Tensor.long), (32, 2), "is torch.int64"),
+        (dict(mask_block_bits=lambda x: x.expand(-1, -1, -1, -1, 3)), (32, 2), "1, 2 or 4 words"),
+        ({}, (4, 2), "1 words an entry, but 128 rows of 2 packed heads need 2"),
+        ({}, (2, 1), "1 words an entry, but 128 rows of 1 packed heads need 4"),
     ],
 )
 def test_lists_that_do_not_fit_are_refused(
-    lists: BlockSparseTensorsTorch,
-    change: Callable[[Any], dict[str, Any]],
-    heads: tuple[int, int],
-    pack_gqa: bool,
-    said: str,
+    lists: BlockSparseTensorsTorch, change: dict[str, Any], heads: tuple[int, int], said: str
 ) -> None:
     group = 16 if heads[0] == 32 else 2
     with pytest.raises(ValueError, match=said):
-        query_bits.of_rows(lists._replace(**change(lists)), ListHeads.of(lists, *heads), group, pack_gqa)
+        query_bits.of_rows(changed(**change)(lists), ListHeads.of(lists, *heads), group, "pack_gqa" not in said)
 
 
 def test_autograd_and_list_tools_refuse_bits(launched: None, lists: BlockSparseTensorsTorch) -> None:
@@ -413,22 +402,22 @@ def assert_forward(case: TokenCase, x: Inputs, lists: Any, exact: Tensors, rough
 
 def assert_dq(case: TokenCase, x: Inputs, lists: Any, exact: Tensors, rough: Tensors, sums: bool = False) -> None:
     """The same bits twice; sums: the pass computes the row sums."""
-    same, before = case.plain, torch.randn_like(x.q) if case.add else torch.zeros_like(x.q)
-    rows, given = row_sums(same, x, case.start, exact), dict(start=case.start, add=case.add)
+    before = torch.randn_like(x.q) if case.add else torch.zeros_like(x.q)
+    rows, given = row_sums(case, x, case.start, exact), dict(start=case.start, add=case.add)
     if sums:
         of = dict(o=exact["o"].to(x.q.dtype), lse=exact["lse"].float().contiguous())
-        expected, known = (row_sums(same, x, case.start, of, fills) for fills in ((0.0, math.inf), (math.nan,) * 2))
+        expected, known = (row_sums(case, x, case.start, of, fills) for fills in ((0.0, math.inf), (math.nan,) * 2))
         given |= dict(out=of["o"], lse=of["lse"])
         rows = tuple(torch.full_like(t, torch.nan) for t in rows)
     found = []
     for _ in range(2):
         found.append(before.clone() if case.add else torch.full_like(x.q, torch.nan))
         with Guarded("cuda") as guard:
-            dq_pass(same, x, rows, lists, dq=found[-1], **given)
+            dq_pass(case, x, rows, lists, dq=found[-1], **given)
             torch.cuda.synchronize()
         guard.check()
     dqs = (of["dq"] + before for of in (exact, rough))
-    assert_close(f"dq of {case!r}", found[0], *dqs, rounded_sums(same, x))
+    assert_close(f"dq of {case!r}", found[0], *dqs, rounded_sums(case, x))
     assert found[0].equal(found[1]), f"other bits: {case!r}"
     for got, want in zip(rows, expected, strict=True) if sums else ():
         own = torch.isfinite(known[0])
@@ -439,18 +428,18 @@ def assert_dk_and_dv(case: TokenCase, x: Inputs, pairs: Any, exact: Tensors, rou
     """The same bits twice."""
     from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 
-    rows = row_sums(case.plain, x, case.start, exact)
+    rows = row_sums(case, x, case.start, exact)
     before = [torch.randn_like(t) if case.add else torch.full_like(t, torch.nan) for t in (x.k, x.v)]
     found = [[t.clone() for t in before] for _ in range(2)]
     given: dict[str, Any] = dict(causal=case.causal, add=case.add, start=case.start)
-    if case.form:
+    if case.packed:
         given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), x.cu_seqlens))
     if any(T != S for T, S in case.lengths):
         given["q_offset"] = torch.tensor([S - T for T, S in case.lengths], dtype=torch.int32, device="cuda")
     for dk, dv in found:
         backward_dkdv(x.q, x.k, x.v, x.do, *rows, pairs, dk=dk, dv=dv, **given)
     for name, got, again, held in zip(("dk", "dv"), *found, before, strict=True):
-        added, rounding = held.double() if case.add else 0.0, rounded_sums(case.plain, x, "dk")
+        added, rounding = held.double() if case.add else 0.0, rounded_sums(case, x, "dk")
         sums = exact[name] + added, (rough[name] + added).to(got.dtype)
         assert_close(f"{name} of {case!r}", got, *sums, rounding, floor=1e-6)
         assert got.equal(again), f"other bits of {name}: {case!r}"
@@ -458,9 +447,9 @@ def assert_dk_and_dv(case: TokenCase, x: Inputs, pairs: Any, exact: Tensors, rou
 
 def assert_right(case: TokenCase, tables: list[torch.Tensor] | None = None) -> None:
     """All kernels that take the case: dk and dv where tokens list their own blocks, as the layer's do."""
-    x, tables = make_inputs(case.plain), tables or listed_blocks(case)
+    x, tables = make_inputs(case), tables or listed_blocks(case)
     exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, x.q.dtype))
-    if case.block <= BLOCK:
+    if case.keys <= BLOCK:
         lists = union_lists(case, tables)
         assert_forward(case, x, lists, exact, rough)
         assert_dq(case, x, lists, exact, rough)
@@ -469,10 +458,10 @@ def assert_right(case: TokenCase, tables: list[torch.Tensor] | None = None) -> N
 
 
 @pytest.mark.gpu
-@both_ways([TokenCase(G=G) for G in (1, 2, 3, 4, 8, 16, 128, 160)])
+@both_ways([tokens(G=G) for G in (1, 2, 3, 4, 8, 16, 128, 160)])
 def test_tokens_attend_to_their_own_lists(by_warp: bool, case: TokenCase) -> None:
-    for T in TOKENS[case.G % 3 :: 3] if by_warp else TOKENS if case.G < 100 else TOKENS[:-2]:
-        assert_right(by_length(case.G, T))
+    for T in TOKENS[case.rows % 3 :: 3] if by_warp else TOKENS if case.rows < 100 else TOKENS[:-2]:
+        assert_right(by_length(case.rows, T))
 
 
 @pytest.mark.gpu
@@ -484,7 +473,7 @@ def test_packed_and_other_calls(by_warp: bool, case: TokenCase) -> None:
 @pytest.mark.gpu
 @both_ways(SUMS)
 def test_row_sums(by_warp: bool, case: TokenCase) -> None:
-    x, tables = make_inputs(case.plain), listed_blocks(case)
+    x, tables = make_inputs(case), listed_blocks(case)
     exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, x.q.dtype))
     assert_dq(case, x, union_lists(case, tables), exact, rough, sums=True)
 
@@ -494,7 +483,7 @@ def test_row_sums(by_warp: bool, case: TokenCase) -> None:
 @pytest.mark.parametrize("gap", [4, 5, 6, 7, 40])
 def test_warpgroups_that_list_apart(G: int, gap: int) -> None:
     """In turn so many blocks are listed by the first half of a tile's tokens alone and by the second half alone."""
-    case = TokenCase(((300, 4096),), G=G, causal=False)
+    case = tokens((300, 4096), G=G, causal=False)
     token, block = torch.arange(300)[:, None], torch.arange(64)
     half = token * G % ROWS >= ROWS // 2
     table = (block // gap % 2 == half) & (block != 63)
@@ -504,16 +493,16 @@ def test_warpgroups_that_list_apart(G: int, gap: int) -> None:
 @pytest.mark.gpu
 @both_ways(
     [
-        TokenCase(((1000, 1000),)),
-        TokenCase(((1000, 1000),), G=3, D=64, n=8),
-        TokenCase(((1000, 1000),), G=1, n=8),
-        TokenCase(((1000, 1000),), G=4, dtype="float16"),
+        tokens((1000, 1000)),
+        tokens((1000, 1000), G=3, D=64, n=8),
+        tokens((1000, 1000), G=1, n=8),
+        tokens((1000, 1000), G=4, dtype="float16"),
     ]
 )
 def test_later_tokens_change_no_bit(by_warp: bool, case: TokenCase) -> None:
     """They decide which of a token's blocks share a step with each other."""
     call = by_union_kernel if by_warp else attend
-    x, other = (make_inputs(replace(case.plain, seed=seed)) for seed in (0, 1))
+    x, other = (make_inputs(replace(case, seed=seed)) for seed in (0, 1))
     (table,), (redrawn,) = (listed_blocks(replace(case, seed=seed)) for seed in (0, 1))
     o, lse = call(case, x, union_lists(case, [table]))
     for t in (100, 517, 700, 998):
@@ -528,7 +517,7 @@ def test_later_tokens_change_no_bit(by_warp: bool, case: TokenCase) -> None:
 @pytest.mark.parametrize("page", [64, 192])
 @pytest.mark.parametrize("case", [BATCH, BEHIND], ids=["batch", "pack"])
 def test_bits_are_those_of_keys_that_lie_together(case: TokenCase, page: int) -> None:
-    x = make_inputs(case.plain)
+    x = make_inputs(case)
     lists, given = union_lists(case, listed_blocks(case)), on_pages(case, page)
     want = attend(case, x, lists, q_offset=given["q_offset"])
     pages = {name: torch.empty_like(in_pages(getattr(x, name), page)) for name in "kv"}

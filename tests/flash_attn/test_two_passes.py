@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from fa_catalogue import PACKED, SM90, covering
 from fa_compile import Worker, built_kernels, in_order, noted, refused, swept
 from fa_cubin import machine_code
 from fa_dq import (
     HALVES,
     LISTED,
-    LISTED_PACK,
     as_rows,
     call,
     compile_pass,
@@ -31,63 +31,45 @@ from fuzz.attention import Inputs, attend, backward, both_lists, forward, make_i
 from fuzz.attention_lists import backward_lists, forward_lists
 from fuzz.case import Attention as Case
 
-CASES = [
-    Case(D=128, causal=True, **LISTED),
-    Case(D=128, mask_mod="thirds", Hkv=4, **HALVES),
-    Case(D=128, causal=True, Hkv=1, plan=3, **HALVES),
-    Case(D=128, T_q=200, T_k=700, causal=True, lists="full", block=(256, 64), list_heads=4),
-    Case(D=64, window=(200, 0), list_heads=2, **HALVES),
-    Case(D=64, causal=True, Hkv=4, plan=3, **LISTED),
-    Case(D=96, mask_mod="keyed", list_heads=4, **LISTED),
-    Case(D=64, T_q=1, T_k=1, lists="no full"),
-    # Lists that an order came with.
-    Case(D=128, causal=True, Hq=8, plan=3, deterministic=True, launch="right to left", **LISTED),
-    Case(D=64, list_heads=2, deterministic=True, **HALVES),
-    Case(D=128, causal=True, Hq=8, list_heads=8, **LISTED),
-    Case(D=128, causal=True, Hq=8, list_heads=2, **HALVES),
-    Case(D=128, window=(100, 30), **HALVES),
-    Case(D=128, mask_mod="thirds", block=(256, 64), **LISTED),
-    Case(D=128, mask_mod="keyed", causal=True, **LISTED),
-    Case(D=128, mask_mod="keyed", T_q=130, T_k=333, lists="no full", block=(128, 64)),
-    Case(D=128, T_q=400, T_k=200, causal=True, lists="full", block=(128, 64)),
-    Case(D=64, Hq=6, Hkv=1, q_tiles=2, **LISTED),
+
+def two_passes(case: Case) -> bool:
+    """True for a case that both passes take if they are asked to."""
+    queries, keys = case.block or (128, 128)
+    return case.lists is not None and case.D <= 128 and case.Dv is None and not queries % 128 and keys in (64, 128)
+
+
+def some(cases: list[Case], count: int) -> list[Case]:
+    """So many cases without a mask_mod, and half as many with one."""
+    parts = [[case for case in cases if bool(case.mask_mod) is modified] for modified in (False, True)]
+    return covering(parts[0], count) + covering(parts[1], count // 2)
+
+
+# Of the catalogue, and what it lacks: wide lists, queries that see no key, and head dimension 96 over such masks.
+EVERY = [case for case in SM90 if two_passes(case)]
+SHORT = Case(D=128, T_q=400, T_k=200, causal=True, lists="full", block=(128, 64))
+CASES = some(EVERY, 16) + [
+    SHORT,
     Case(D=64, Hq=2, Hkv=2, T_q=300, T_k=128 * 70, lists="both"),
     Case(D=96, causal=True, window=(200, None), **HALVES),
     Case(D=96, mask_mod="thirds", **LISTED),
 ]
-BY_GROUP, TWO_TILES, SHORT = CASES[11], CASES[17], CASES[16]
-PACKED = [
-    Case(D=128, causal=True, form="stacked", **LISTED_PACK),
-    Case(D=128, causal=True, form="ragged", list_heads=2, plan=2, block=(128, 64), **LISTED_PACK),
-    Case(D=128, window=(100, 30), form="compact", list_heads=4, Hkv=4, **LISTED_PACK),
-    Case(D=64, mask_mod="thirds", form="padded", block=(128, 64), **LISTED_PACK),
-    Case(D=64, causal=True, form="shared", **LISTED_PACK),
-    Case(D=64, causal=True, form="stacked", list_heads=2, plan=2, block=(128, 64), **LISTED_PACK),
-    Case(D=128, form="stacked", plan=3, deterministic=True, launch="right to left", **LISTED_PACK),
-    Case(D=64, form="compact", mask_mod="thirds", q_tiles=2, **LISTED_PACK),
-]
-# The kernel without dq, where its CTAs loop over a group's heads, too: by its own choice, or by a plan.
-WITHOUT_DQ = [
-    CASES[0],
-    Case(D=128, mask_mod="thirds", block=(128, 64), Hq=6, list_heads=2, **LISTED),
-    CASES[2],
-    Case(D=64, window=(200, 0), Hkv=4, block=(128, 64), **LISTED),
-    Case(D=64, window=(200, 0), Hkv=1, **LISTED),
-    Case(D=64, causal=True, block=(128, 64), list_heads=2, **LISTED),
-    Case(D=64, causal=True, Hkv=1, plan=3, **LISTED),
-    Case(D=96, mask_mod="keyed", **LISTED),
-    CASES[6],
-    Case(D=128, T_q=300, T_k=900, lists="full"),
-    Case(D=128, causal=True, form="ragged", **LISTED_PACK),
-    Case(D=128, causal=True, form="ragged", plan=2, **LISTED_PACK),
-    Case(D=64, mask_mod="thirds", form="compact", block=(128, 64), list_heads=2, **LISTED_PACK),
-]
-GROUPED = [case for case in WITHOUT_DQ if not case.plan and case.list_heads < case.Hq > case.Hkv]
+WITHOUT_DQ = some(EVERY, 8)
+PLAIN = Case(D=128, causal=True, **LISTED)
+BY_GROUP = Case(D=128, causal=True, Hq=8, list_heads=2, **HALVES)
+KEYED = Case(D=96, mask_mod="keyed", list_heads=4, **LISTED)
+ONE_HEAD = Case(D=128, causal=True, Hkv=1, plan=3, **HALVES)
+STACKED = Case(D=128, causal=True, form="stacked", **PACKED)
+RAGGED = Case(D=128, causal=True, form="ragged", **PACKED)
+PLANNED_PACK = replace(RAGGED, list_heads=2, plan=2, block=(128, 64))
+PADDED = Case(D=64, mask_mod="thirds", form="padded", block=(128, 64), **PACKED)
+SHARED = Case(D=64, causal=True, form="shared", **PACKED)
+# Where CTAs of the kernel without dq loop over a group's heads: by its own choice, or by a plan.
+BY_CHOICE = some([case for case in EVERY if not case.plan and case.list_heads < case.Hq > case.Hkv], 6)
 PLANNED = [
     Case(D=128, causal=True, plan=2, per_group=True, **LISTED),
-    replace(WITHOUT_DQ[1], plan=3, per_group=True),
-    Case(D=128, causal=True, form="ragged", Hkv=1, plan=2, per_group=True, **LISTED_PACK),
-    Case(D=64, mask_mod="keyed", form="compact", plan=100, per_group=True, **LISTED_PACK),
+    Case(D=128, mask_mod="thirds", block=(128, 64), Hq=6, list_heads=2, plan=3, per_group=True, **LISTED),
+    replace(RAGGED, Hkv=1, plan=2, per_group=True),
+    Case(D=64, mask_mod="keyed", form="compact", plan=100, per_group=True, **PACKED),
 ]
 
 
@@ -99,14 +81,17 @@ def gradients(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, **more:
 # Which calls take two passes.
 
 
-def tables(block: tuple[int, int] | None = (128, 128), capacity: tuple[int, ...] = (9,), **fields: Any) -> Any:
-    """Lists of one block a row; capacity: of a row of mask lists, and of full ones."""
+def tables(
+    block: tuple[int, int] | None = (128, 128),
+    capacity: tuple[int, ...] = (9,),
+    rows: tuple[int, int, int] = (1, 1, 4),
+    **fields: Any,
+) -> Any:
+    """Lists that have shapes; capacity: of a row of mask lists, and of full ones."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    cnt = torch.ones(1, 1, 4, dtype=torch.int32)
-    indices = [torch.zeros(1, 1, 4, n, dtype=torch.int32) for n in capacity]
-    full = dict(full_block_cnt=cnt, full_block_idx=indices[1]) if capacity[1:] else {}
-    return BlockSparseTensorsTorch(cnt, indices[0], block_size=block, **full, **fields)
+    lists = [torch.empty(*rows, *n, dtype=torch.int32, device="meta") for width in capacity for n in ((), (width,))]
+    return BlockSparseTensorsTorch(*lists, block_size=block, **fields)
 
 
 def takes(passes: int | None = None, **changes: Any) -> bool:
@@ -217,7 +202,11 @@ def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
     return [type(kernel).__name__ + without[getattr(kernel, "computes_dq", True)] for kernel in kernels], shapes
 
 
-@pytest.mark.parametrize("case", [CASES[2], PACKED[0], *PACKED[5:7]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [ONE_HEAD, STACKED, replace(STACKED, plan=3, deterministic=True, launch="right to left")],
+    ids=str,
+)
 def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
     """Deterministic by default, without an order of adds to dq; nothing in fp32 is as large as dq."""
     names, shapes = compiler_sm90.trace(compiled, case)
@@ -244,7 +233,7 @@ def times_normalized(case: Case) -> int:
     return len(normalized)
 
 
-@pytest.mark.parametrize("case", [CASES[2], PACKED[0]], ids=str)
+@pytest.mark.parametrize("case", [ONE_HEAD, STACKED], ids=str)
 def test_forward_lists_are_normalized_once(compiler_sm90: Worker, case: Case) -> None:
     assert compiler_sm90.trace(times_normalized, case) == 1
 
@@ -261,7 +250,7 @@ def rows_of_layout(case: Case, without_dq: bool) -> Any:
     return own, aligned(own, window)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[4], PACKED[3], PACKED[4]], ids=str)
+@pytest.mark.parametrize("case", [replace(SHORT, Hkv=4), replace(BY_GROUP, D=64), PADDED, SHARED], ids=str)
 def test_rows_serve_both_passes(compiler_sm90: Worker, case: Case) -> None:
     own, both = compiler_sm90.trace(rows_of_layout, case, True)
     assert own.dq.tile.pattern == "rows of 64" and own.dq.start == 64 and own.dq.width == case.D
@@ -274,13 +263,13 @@ SPILLS = [
     (NO_FULL, "dq"),
     (NO_FULL, "add"),
     (Case(D=128, window=(100, 30), mask_mod="keyed", **HALVES), "accum"),
-    (PACKED[0], "dq"),
+    (STACKED, "dq"),
     (NO_FULL, "accum, add"),
     (NO_FULL, "accum, sums"),
-    (Case(D=128, form="compact", causal=True, **LISTED_PACK), "accum, sums"),
+    (Case(D=128, form="compact", causal=True, **PACKED), "accum, sums"),
     (Case(D=96, **LISTED), "dq"),
     (Case(D=96, mask_mod="thirds", **LISTED), "accum"),
-    (Case(D=64, causal=True, mask_mod="thirds", form="stacked", **LISTED_PACK), "accum"),
+    (Case(D=64, causal=True, mask_mod="thirds", form="stacked", **PACKED), "accum"),
 ]
 
 
@@ -320,7 +309,7 @@ def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:
     return set(roles), sizes[0]
 
 
-@pytest.mark.parametrize("of", swept(in_order(WITHOUT_DQ, False, True), 5), ids=str)
+@pytest.mark.parametrize("of", swept(in_order(WITHOUT_DQ, False, True), 4), ids=str)
 def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, of: tuple[Case, bool]) -> None:
     case, deterministic = of
     roles, size = compiler_sm90.trace(compiled_roles, case, deterministic)
@@ -340,7 +329,7 @@ def compared(case: Case, x: Inputs, got: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "deterministic"), in_order(CASES + PACKED, False, True), ids=str)
+@pytest.mark.parametrize(("case", "deterministic"), in_order(CASES, False, True), ids=str)
 def test_gradients(case: Case, deterministic: bool) -> None:
     x = make_inputs(case)
     o, lse = forward(case, x)
@@ -351,7 +340,7 @@ def test_gradients(case: Case, deterministic: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], PACKED[0]], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, ONE_HEAD, STACKED], ids=str)
 def test_autograd(case: Case) -> None:
     """Deterministic, with lists that have no order; stacked ones too."""
     x = make_inputs(case)
@@ -363,41 +352,29 @@ def test_autograd(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("given", ["dlse", "softmax_scale", "dq", "strides of 0"])
+@pytest.mark.parametrize("given", ["dlse", "softmax_scale", "dq", "strides of 0", "seqused_k"])
 def test_what_else_reaches_both_passes(given: str) -> None:
     """As in one pass."""
-    case = Case(D=128, causal=True, **HALVES)
+    case = Case(D=128, causal=given != "seqused_k", option="seqused" if given == "seqused_k" else None, **HALVES)
     x = make_inputs(case)
     o, lse = forward(case, x)
+    values = dict(dlse=torch.randn_like(lse), softmax_scale=0.2, dq=torch.full_like(x.q, torch.nan))
+    more = {given: values[given]} if given in values else {}
     if given == "strides of 0":
-        x, more = replace(x, do=x.do[:, :1].expand(x.do.shape), v=x.v[:1].expand(x.v.shape)), {}
-    else:
-        values = dict(dlse=torch.randn_like(lse), softmax_scale=0.2, dq=torch.full_like(x.q, torch.nan))
-        more = {given: values[given]}
-    expected = [t.clone() for t in gradients(case, x, o, lse, **more, passes=1)]
-    got = gradients(case, x, o, lse, **more, passes=2)
+        x = replace(x, do=x.do[:, :1].expand(x.do.shape), v=x.v[:1].expand(x.v.shape))
+    expected, got = ([t.clone() for t in gradients(case, x, o, lse, **more, passes=passes)] for passes in (1, 2))
+    if given == "seqused_k":  # nobody writes past the keys in use
+        kept = (torch.arange(case.T_k, device="cuda") < torch.tensor(case.used, device="cuda")[:, None])[
+            ..., None, None
+        ]
+        for of in (expected, got):
+            of[1:] = [torch.where(kept, t, 0) for t in of[1:]]
     assert_alike(got, expected)
-    assert given != "dq" or got[0] is more["dq"]
+    assert given != "dq" or got[0].equal(more["dq"])
 
 
 @pytest.mark.gpu
-def test_keys_in_use() -> None:
-    """Fewer keys than the tensors hold."""
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    case = Case(D=128, **HALVES)
-    x, lists = make_inputs(case), forward_lists(case)
-    used = torch.tensor([900, 500], dtype=torch.int32, device="cuda")
-    o, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, seqused_k=used, block_sparse_tensors=lists, return_lse=True)
-    one, two = (list(gradients(case, x, o, lse, seqused_k=used, passes=passes)) for passes in (1, 2))
-    kept = (torch.arange(900, device="cuda") < used[:, None])[..., None, None]
-    for of in (one, two):
-        of[1:] = [torch.where(kept, t, 0) for t in of[1:]]
-    assert_alike(two, one)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[2], PACKED[1]], ids=str)
+@pytest.mark.parametrize("case", [ONE_HEAD, PLANNED_PACK], ids=str)
 def test_captured_calls(case: Case) -> None:
     x = make_inputs(case)
     o, lse = forward(case, x)
@@ -417,7 +394,7 @@ def test_captured_calls(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("case", "start"), in_order([CASES[2], CASES[6], PACKED[1], PACKED[4]], 64, 128, 128, 64), ids=str
+    ("case", "start"), in_order([ONE_HEAD, KEYED, PLANNED_PACK, SHARED], 64, 128, 128, 64), ids=str
 )
 def test_passes_that_share(case: Case, start: int) -> None:
     """Row sums and accumulators of the caller's for both passes, as the layer calls them."""
@@ -440,8 +417,8 @@ def test_passes_that_share(case: Case, start: int) -> None:
 
 
 # The dq pass alone. What ends a chain of calls is three more kernels for each of these.
-ENDS = [(CASES[12], 64), (CASES[4], 64), (PACKED[3], 64), (PACKED[1], 128)]
-SUMS = [(CASES[2], 64), (SHORT, 128), (CASES[19], 64), (PACKED[1], 128)]
+ENDS = [(Case(D=128, window=(100, 30), **HALVES), 64), (replace(BY_GROUP, D=64), 64), (PADDED, 64), (PLANNED_PACK, 128)]
+SUMS = [(ONE_HEAD, 64), (SHORT, 128), (KEYED, 64), (PLANNED_PACK, 128)]
 
 
 @pytest.mark.gpu
@@ -512,11 +489,12 @@ def test_rows_that_list_nothing(block_k: int) -> None:
 @pytest.mark.gpu
 def test_rows_that_are_not_used() -> None:
     """Nothing is written past seqused_q, and what comes before does not change."""
-    x, used = make_inputs(TWO_TILES), (333, TWO_TILES.T_q)
-    rows = row_sums(TWO_TILES, x, 64)
+    case, used = Case(D=64, Hq=6, Hkv=1, q_tiles=2, **LISTED), (333, 900)
+    x = make_inputs(case)
+    rows = row_sums(case, x, 64)
     whole, dq = (torch.full_like(x.q, torch.nan) for _ in range(2))
-    call(TWO_TILES, x, rows, dq=whole)
-    call(TWO_TILES, x, rows, dq=dq, seqused_q=torch.tensor(used, dtype=torch.int32, device="cuda"))
+    call(case, x, rows, dq=whole)
+    call(case, x, rows, dq=dq, seqused_q=torch.tensor(used, dtype=torch.int32, device="cuda"))
     for b, rows_used in enumerate(used):
         assert dq[b, :rows_used].equal(whole[b, :rows_used]) and dq[b, rows_used:].isnan().all()
 
@@ -543,7 +521,7 @@ def test_ctas_that_stay_and_ctas_that_do_not_agree(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("case", "loops", "deterministic"),
     [(case, False, order) for case, order in in_order(WITHOUT_DQ, False, True)]
-    + [(case, True, order) for case, order in in_order(GROUPED + PLANNED, False, True)],
+    + [(case, True, order) for case, order in in_order(BY_CHOICE + PLANNED, False, True)],
     ids=str,
 )
 def test_dk_and_dv_of_one_pass(case: Case, loops: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,7 +539,7 @@ def test_dk_and_dv_of_one_pass(case: Case, loops: bool, deterministic: bool, mon
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [WITHOUT_DQ[0], WITHOUT_DQ[10]], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, RAGGED], ids=str)
 def test_groups_add_to_accumulators_of_the_caller(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn.cute.bwd_sm90 import two_pass
     from flash_attn.cute.interface import _flash_attn_bwd

@@ -34,38 +34,36 @@ def test_moved_and_indented_code_is_named_not_quoted():
     assert any(line.startswith("c ") and line.endswith(" +4") for line in lines)
 
 
-def test_a_block_that_is_indented_is_named_as_a_whole():
-    block = "    load(\n        x,\n        y,\n    )"
-    indented = block.replace("\n", "\n    ")
-    assert round_trip(f"a\n{block}\nb", f"a\n    if ready:\n    {indented}\nb") == [
-        "d 2 4",
-        "+    if ready:",
-        "c 5 2 4 +4",
-    ]
+BLOCK = "    load(\n        x,\n        y,\n    )"
+CALLED = "    the_helper_that_everybody_calls(pointer, values)"
 
 
-def test_a_change_within_a_line_holds_only_the_change():
-    assert round_trip(OLD, OLD.replace("(pointer, count)\n", "(pointer, count, 4)\n")) == ['s 2 37:37 ", 4"']
+@pytest.mark.parametrize(
+    ("old", "new", "script"),
+    [
+        (
+            f"a\n{BLOCK}\nb",
+            "a\n    if ready:\n    " + BLOCK.replace("\n", "\n    ") + "\nb",
+            ["d 2 4", "+    if ready:", "c 5 2 4 +4"],
+        ),
+        (OLD, OLD.replace("(pointer, count)\n", "(pointer, count, 4)\n"), ['s 2 37:37 ", 4"']),
+        (
+            OLD,
+            OLD.replace("write_to(pointer, values", 'save_to(pointer, values, "all"'),
+            ['s 9 4:12 "save_to" 28:28 ", \\"all\\""'],
+        ),
+        (OLD, f"{OLD}{CALLED}\n", ["c 9 2 1 +0 helpers"]),
+        ("a\nb", "a\nour line\nb", ["a 1", "+our line"]),
+        ("a\nb\nc", "a\nour\nown\nc", ["d 2 1", "+our", "+own"]),
+    ],
+    ids=["indented", "within a line", "twice in a line", "of another file", "our own", "behind the line before"],
+)
+def test_only_what_is_new_is_quoted(old: str, new: str, script: list[str]):
+    assert round_trip(old, new, helpers=f"def f():\n{CALLED}\n") == script
 
 
-def test_all_changes_within_a_line_are_one_operation():
-    line = 's 9 4:12 "save_to" 28:28 ", \\"all\\""'
-    assert round_trip(OLD, OLD.replace("write_to(pointer, values", 'save_to(pointer, values, "all"')) == [line]
-    assert own_texts(line) == ["save_to", ', "all"']
-
-
-def test_lines_of_other_files_are_named_not_quoted():
-    line = "    the_helper_that_everybody_calls(pointer, values)"
-    lines = round_trip(OLD, OLD + line + "\n", helpers=f"def f():\n{line}\n")
-    assert lines == ["c 9 2 1 +0 helpers"]
-
-
-def test_our_own_lines_are_added_as_they_are():
-    assert round_trip("a\nb", "a\nour line\nb") == ["a 1", "+our line"]
-
-
-def test_our_own_lines_stand_behind_what_the_line_before_says():
-    assert round_trip("a\nb\nc", "a\nour\nown\nc") == ["d 2 1", "+our", "+own"]
+def test_our_own_text_within_a_line_is_known():
+    assert own_texts('s 9 4:12 "save_to" 28:28 ", \\"all\\""') == ["save_to", ', "all"']
 
 
 @pytest.mark.parametrize(
