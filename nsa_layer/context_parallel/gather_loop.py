@@ -82,13 +82,17 @@ class GatherLoop:
 
     def forward(self) -> tuple[Tensor | None, ...]:
         """o, and the fields of `Saved` of each step and shard."""
-        (q, _, v), saved = self.call[:3], []
+        (q, _, v), saved, pages = self.call[:3], [], support.pages(self.spec.backend)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for step, keys in self._exchanged():
-            for i, shard in enumerate(self.shards):
-                inputs, of_rank = self._inputs(step, i, keys)
-                saved += self._attend(inputs, shard, o[of_rank["q"]])
-            del keys, inputs
+            for i in range(len(self.shards)):
+                call, of_rank, _ = self._shard_call(step, i, keys)
+                into = o[of_rank["q"]]
+                output, of_shard = pages.forward(call, plan=self._plan(step), backward=self.backward, o=into)
+                if output is not into:
+                    into.copy_(output)
+                saved += of_shard
+            del keys, call
         return o, *saved
 
     def gradients(self, do: Tensor, o: Tensor | None, saved: Fields) -> tuple[Tensor | None, ...]:
@@ -97,25 +101,28 @@ class GatherLoop:
         Args:
             o: of the selected branch alone on the kernels; else None.
         """
-        grads, exactly = {}, accumulation_dtype(do.dtype)
+        grads, exactly, pages = {}, accumulation_dtype(do.dtype), support.pages(self.spec.backend)
         for name, x in zip(DIFFERENTIABLE, self.call):
             if x is not None:
                 grads[name] = x.new_zeros(x.shape, dtype=exactly) if name in WEIGHTS else x.new_empty(x.shape)
         d_keys = [{name: [] for name in self.ranges} for _ in self.steps]
         for step, keys in self._exchanged(d_keys, grads):
-            for i, shard in reversed([*enumerate(self.shards)]):
-                inputs, of_rank = self._inputs(step, i, keys)
+            for i in reversed(range(len(self.shards))):
+                call, of_rank, rows = self._shard_call(step, i, keys)
                 at, of_q = (step * len(self.shards) + i) * FIELDS, of_rank["q"]
-                of_o, dq = None if o is None else o[of_q], grads["q"][of_q]
-                ds = self._attend_backward(inputs, shard, do[of_q], of_o, saved[at : at + FIELDS], dq)
+                of_shard, dq = exact_saved(saved[at : at + FIELDS], call, kept=self.kept), grads["q"][of_q]
+                into = dict(plan=self._plan(step), o=None if o is None else o[of_q], dq=dq, window=rows)
+                ds = pages.backward(call, of_shard, do[of_q], **into)
+                if ds[0] is not dq:
+                    dq.copy_(ds[0])
                 for name, d in zip(DIFFERENTIABLE[1:], ds[1:]):
                     if name in keys:
                         d_keys[step][name].insert(0, d)
                     elif name in grads:
-                        into = grads[name][of_rank[name]]
-                        into.add_(d) if name in WEIGHTS else into.copy_(d)
+                        own = grads[name][of_rank[name]]
+                        own.add_(d) if name in WEIGHTS else own.copy_(d)
                 del ds, d
-            del keys, inputs
+            del keys, call
         return tuple(None if x is None else grads[name].to(x.dtype) for name, x in zip(DIFFERENTIABLE, self.call))
 
     def capacity(self) -> list[tuple[Any, torch.dtype] | None]:
@@ -178,10 +185,13 @@ class GatherLoop:
         """[B, rows, ...], of packed sequences a batch of one."""
         return x[None] if self.packed else x
 
-    def _inputs(self, step: int, i: int, keys: dict[str, list[Tensor]]) -> tuple[Call, dict[str, tuple[Any, ...]]]:
-        """A shard's tensors of a step; and by name what they are of those that this rank has."""
-        shard, (first, end) = self.shards[i], self.steps[step]
-        tile, lists = self.spec.config.q_tile, self.call.block_indices
+    def _shard_call(
+        self, step: int, i: int, keys: dict[str, list[Tensor]]
+    ) -> tuple[Call, dict[str, tuple[Any, ...]], slice | None]:
+        """A shard of a step as an ordinary call; by name its part of the tensors that this rank has; and the rows of k
+        and v that its window reads, from a whole tile on, where the window has no keys of its own."""
+        shard, (first, end), spec, rows = self.shards[i], self.steps[step], self.spec, None
+        tile, lists = spec.config.q_tile, self.call.block_indices
         heads, of_query = slice(first, end), slice(first * self.G, end * self.G)
         index = dict.fromkeys(("q", "gates"), (..., shard.queries, of_query, slice(None)))
         index |= dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
@@ -189,43 +199,17 @@ class GatherLoop:
             tiles = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
             of_list = of_query if lists.shape[-2] == self.call.q.shape[-2] else heads
             index["block_indices"] = ..., tiles, of_list, slice(None)
-        inputs = {name: x[at] for name, at in index.items() if (x := getattr(self.call, name)) is not None}
-        inputs |= {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
-        return Call(**inputs, spec=self.spec), index
+        tensors = {name: x[at] for name, at in index.items() if (x := getattr(self.call, name)) is not None}
+        tensors |= {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
+        window = shard.window(spec)[1] if "k_win" in keys else None
+        if window is None and spec.config.window_size:
+            rows, window = shard.window(spec, tile=TILE)
+            tensors |= {f"{name}_win": tensors[name][..., rows, :, :] for name in "kv"}
+        offsets = shard.offsets if spec.lengths else shard.offsets * len(tensors["q"])
+        tensors["q_offset"] = numbers_on((offsets,), self.call.q.device)[0]
+        return Call(**tensors, spec=replace(shard.spec(spec), window=window)), index, rows
 
-    def _shard_call(self, inputs: Call, shard: QueryShard) -> tuple[Call, slice | None]:
-        """The shard as an ordinary call; and the rows of k and v that its window reads, from a whole tile on, where the
-        window has no keys of its own."""
-        spec, own, rows = shard.spec(self.spec), inputs.has_own_window, None
-        offsets = shard.offsets if spec.lengths else shard.offsets * len(inputs.q)
-        inputs = inputs._replace(q_offset=numbers_on((offsets,), inputs.q.device)[0])
-        if own:
-            spec = replace(spec, window=shard.window(self.spec)[1])
-        elif spec.config.window_size:
-            rows, window = shard.window(self.spec, tile=TILE)
-            spec = replace(spec, window=window)
-            inputs = inputs._replace(k_win=inputs.k[..., rows, :, :], v_win=inputs.v[..., rows, :, :])
-        return inputs._replace(spec=spec), rows
-
-    def _attend(self, inputs: Call, shard: QueryShard, o: Tensor) -> Saved:
-        """Write the output of a shard's step to o."""
-        (inputs, _), pages = self._shard_call(inputs, shard), support.pages(self.spec.backend)
-        output, saved = pages.forward(inputs, plan=self._plan(inputs), backward=self.backward, o=o)
-        if output is not o:
-            o.copy_(output)
-        return saved
-
-    def _attend_backward(
-        self, inputs: Call, shard: QueryShard, do: Tensor, o: Tensor | None, saved: Fields, dq: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of a shard's differentiable tensors; q's is written to dq."""
-        (inputs, rows), pages = self._shard_call(inputs, shard), support.pages(self.spec.backend)
-        saved = exact_saved(saved, inputs, kept=self.kept)
-        grads = pages.backward(inputs, saved, do, plan=self._plan(inputs), o=o, dq=dq, window=rows)
-        if grads[0] is not dq:
-            dq.copy_(grads[0])
-        return grads
-
-    def _plan(self, inputs: Call) -> MemoryPlan:
+    def _plan(self, step: int) -> MemoryPlan:
         """All heads of a step at once."""
-        return MemoryPlan(((0, inputs.k.shape[-2]),), self.kept)
+        first, end = self.steps[step]
+        return MemoryPlan(((0, end - first),), self.kept)

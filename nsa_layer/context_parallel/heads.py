@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nsa_layer.call import Aux, Call, CallSpec
+from nsa_layer.call import Aux, Call
 from nsa_layer.checks import starts_of_lengths
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, WEIGHTS, check_shard
 from nsa_layer.context_parallel.gather import kept_of_shard
@@ -51,7 +51,7 @@ def attend_layer(
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths))
     if len(_step_sizes(call, layouts[TOKENS], cp)) > 1 and memory.recompute == "auto" and memory.budget is None:
         # One plan for all steps, by the memory of all of them: else the first would take what the last one needs.
-        total, spec = layouts[TOKENS].total, CallSpec(config, static["causal"], 1.0)
+        total = layouts[TOKENS].total
         kept = kept_of_shard(call._replace(spec=spec), total, memory, queries=total, ranks=cp.size)
         memory = replace(memory, recompute="none" if all(kept) else "all")
     options |= dict(static, memory=memory, return_aux=return_aux)

@@ -127,27 +127,6 @@ class QueryShard(NamedTuple):
     lengths: tuple[tuple[int, int, int], ...]
     before: int
 
-    @classmethod
-    def at(cls, begin: int, queries: slice, ends: Sequence[int], *, cut: bool) -> QueryShard:
-        """The shard whose first query is token `begin`.
-
-        Args:
-            ends: of all sequences.
-            cut: leave out keys behind the last query: no query attends to them, and no list names them.
-        """
-        end, before = begin + queries.stop - queries.start, bisect_right(ends, begin)
-        first_key = last_key = token = ends[before - 1] if before else 0
-        lengths = []
-        for sequence_end in ends[before:]:
-            if token >= end:
-                break
-            if sequence_end > token:
-                last_query = min(sequence_end, end)
-                last_key = last_query if cut else sequence_end
-                lengths.append((last_query - max(begin, token), last_key - token, max(0, begin - token)))
-            token = sequence_end
-        return cls(queries, slice(first_key, last_key), tuple(lengths), before)
-
     @property
     def offsets(self) -> tuple[int, ...]:
         """Position of each sequence's first query."""
@@ -196,16 +175,26 @@ def query_shards(
     Args:
         local: tokens of a rank.
         lengths: of the whole call's packed sequences; None: of one length.
-        cut: as for `QueryShard.at`.
+        cut: leave out keys behind the last query: no query attends to them, and no list names them.
     """
     size, ends = local // len(cp.chunks), list(accumulate(lengths or (local * cp.size,)))
-    return [
-        [
-            QueryShard.at(chunk * size, slice(i * size, (i + 1) * size), ends, cut=cut)
-            for i, chunk in enumerate(rank_chunks(rank, cp.size, cp.load_balance))
-        ]
-        for rank in range(cp.size)
-    ]
+
+    def shard(i: int, chunk: int) -> QueryShard:
+        begin, end = chunk * size, (chunk + 1) * size
+        before, of_sequences = bisect_right(ends, begin), []
+        first_key = last_key = start = ends[before - 1] if before else 0
+        for stop in ends[before:]:
+            if start >= end:
+                break
+            if stop > start:
+                last_query = min(stop, end)
+                last_key = last_query if cut else stop
+                of_sequences.append((last_query - max(begin, start), last_key - start, max(0, begin - start)))
+            start = stop
+        return QueryShard(slice(i * size, (i + 1) * size), slice(first_key, last_key), tuple(of_sequences), before)
+
+    chunks = [rank_chunks(rank, cp.size, cp.load_balance) for rank in range(cp.size)]
+    return [[shard(i, chunk) for i, chunk in enumerate(of_rank)] for of_rank in chunks]
 
 
 def head_steps(heads: int, tokens: int) -> tuple[tuple[int, int], ...]:

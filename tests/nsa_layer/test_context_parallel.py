@@ -115,9 +115,7 @@ LAYERS = [*((2, mode, options) for mode in MODES for options in ({}, PAPERS)), (
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    "size, mode, options", [*((2, m, o) for m in MODES for o in ({}, PAPERS)), (4, "gather", PAPERS)]
-)
+@pytest.mark.parametrize("size, mode, options", LAYERS)
 @by_ranks(size=None)
 def test_ranks_train_a_layer(group: Any, mode: str, packed: bool, options: dict[str, Any]) -> None:
     """`NSAttention` on each rank: outputs, gradients of x and of every parameter."""

@@ -78,11 +78,12 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
         spec, own = CallSpec(SMALL, True, 1.0), Call(q, k[:, :150], k[:, :150])
         monkeypatch.setattr(gather_loop, "ranks_of", lambda: cp)
         loop = gather_loop.GatherLoop(own.tensors, (*static_arguments(spec).values(), (True,) * 3, True))
-        (shard,), given = loop.shards, Call(q, k, k, spec=spec)
-        grads = loop._attend_backward(given, shard, q, None, Saved(), torch.empty_like(q))
-        _, dk, dv, *_, dk_win, dv_win = grads
-        ((given, _, *grads, adds),) = called
-    assert (dk_win, dv_win) == (None, None) and adds
+        steps: list[Any] = []
+        monkeypatch.setattr(loop, "_exchanged", lambda *given: steps.extend(given[0]) or [(0, dict(k=[k], v=[k]))])
+        loop.gradients(q, None, Saved())
+        ((given, _, *grads, adds),), (of_keys,) = called, steps
+        (dk,), (dv,) = of_keys["k"], of_keys["v"]
+    assert adds and of_keys.keys() == {"k", "v"}
     for x, rows in ((k, given.k_win), (k, given.v_win), (dk, grads[2]), (dv, grads[3])):
         assert rows.shape == (1, 278, 2, 64) and rows.data_ptr() == x[:, 22:].data_ptr()
 

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from layer_calls import needs_hopper
+from rank_cases import OVERLAPPING, SMALL
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from fuzz.query_shards import Attend, attend, in_shards
@@ -18,8 +19,6 @@ from nsa_tools.measure.timing import capture
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
-SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
-OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
 KERNELS_ATTEND = partial(attend, backend="cute")
 ATTEND = {"eager": partial(attend, backend="eager"), "reference": reference.attend}
 
