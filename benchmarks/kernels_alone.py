@@ -63,27 +63,30 @@ def main() -> None:
 
 def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Call]]:
     """The union of the lists, and each kernel or pair of calls by name, on the same tensors."""
+    from nsa_layer.call import Call as LayerCall
     from nsa_layer.cute.branch_options import compressed_options, pooling_options
     from nsa_layer.cute.forward import attend
     from nsa_layer.cute.select_blocks import select_blocks
     from nsa_layer.cute.selected import query_lists, token_block_csr
+    from nsa_layer.cute.varlen import Varlen
     from nsa_layer.kernels.pooling.mean_pool import mean_pool
 
     static = dict(B=1, T=T, Hq=Hq, Hkv=Hkv, D=D, Dv=D, dtype=torch.bfloat16, config=CONFIG, gate="none", device="cuda")
     shape = Shape(**static, data="random" if data == TRAINED else data)
     q, k, v = (x.detach() for x in shape.inputs().values())
-    spec, do = shape.spec(), shape.output_gradient()
-    (k_cmp,), v_cmp = mean_pool(k, v, k_dtypes=(k.dtype,), v_dtype=v.dtype, **pooling_options(spec, None))
-    lse = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, None, None))[1]
+    own, do = LayerCall(q, k, v, spec=shape.spec()), shape.output_gradient()
+    varlen = Varlen.of(own)
+    (k_cmp,), v_cmp = mean_pool(k, v, k_dtypes=(k.dtype,), v_dtype=v.dtype, **pooling_options(own.config, varlen))
+    lse = attend(q, k_cmp, v_cmp, own.spec, compressed_options(own, varlen))[1]
 
     def choose() -> torch.Tensor:
-        return select_blocks(q, k_cmp, lse, S=T, spec=spec, varlen=None)[0]
+        return select_blocks(own, varlen, k_cmp, lse)[0]
 
     lists = trained_lists(T, Hkv, device="cuda") if data == TRAINED else choose()
     calls = {
         "choice": choose,
-        "unions": lambda: query_lists(lists, Hq // Hkv, T, T, spec=spec),
-        "pairs": lambda: token_block_csr(lists, (Hq, Hkv), T, T, spec=spec),
+        "unions": lambda: query_lists(own, varlen, lists),
+        "pairs": lambda: token_block_csr(own, varlen, lists),
     }
 
     def select(*qkv: torch.Tensor) -> torch.Tensor:

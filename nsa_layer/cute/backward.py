@@ -9,19 +9,17 @@ import torch
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from nsa_layer.call import DIFFERENTIABLE, Call, Saved
+from nsa_layer.call import DIFFERENTIABLE, Call, Saved, Signature
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend, attend_selected
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.head_groups import (
     as_kernels_read,
-    first_positions,
     head_group,
     joined,
     narrow,
     query_heads,
     saved_of_group,
-    signature_of,
 )
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.selected import dq_options, query_lists, selected_options, token_block_csr, use_split_dq
@@ -59,7 +57,10 @@ def backward(
         together: as in forward.
     """
     (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
-    signature = signature_of(call, varlen, plan, backward=True)
+
+    def signature() -> Signature:
+        return Signature.of(call._asdict(), call.spec, plan, backward=True)
+
     with compile_missing(signature) if together else nullcontext():
         if call.alone:
             grads = backward_selected(call, varlen, do, o, saved.lse_slc)
@@ -85,7 +86,7 @@ def backward(
 
 def backward_group(
     call: Call,
-    varlen: Varlen | None,
+    varlen: Varlen,
     saved: Saved,
     do: Tensor,
     dq: Tensor,
@@ -107,9 +108,8 @@ def backward_group(
     k_cmp = saved.k_cmp if call.k_cmp is None else call.k_cmp
     v_cmp = saved.v_cmp if call.v_cmp is None else call.v_cmp
     scale, ordered = spec.softmax_scale, dict(deterministic=spec.config.deterministic)
-    cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)
-    where = dict(spec=spec, varlen=varlen, q_offset=call.q_offset)
-    of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
+    of_cmp, of_swa = compressed_options(call, varlen), window_options(spec, varlen, call.q_offset)
+    cu_seqlens, fixed = varlen.cu_seqlens, dict(softmax_scale=scale)
     unions = reads_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
     # faster.
@@ -121,7 +121,7 @@ def backward_group(
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
         calls["slc"] = dict(k=k, v=v, **by_key, **ordered)
-    sequences = None if varlen is None else len(varlen.cu_seqlens)  # which the spec of bounds does not say
+    sequences = None if cu_seqlens is None else len(cu_seqlens)  # which the spec of bounds does not say
     layouts = backward_layouts(q, tuple(calls.values()), key=(spec, sequences, call.q_offset is None))
 
     outputs = _recompute(call, saved, (k_cmp, v_cmp), of_cmp, by_query, of_swa if window else None)
@@ -174,11 +174,11 @@ def backward_group(
             into = dict(dq=dq, accum=accum, add=add, start=layouts[-1].dq.start)
             backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query))
     del accum
-    dw_k, dw_v = _compress_backward(call, saved, (dk_cmp, dv_cmp), dk, dv, pooling_options(spec, varlen))
+    dw_k, dw_v = _compress_backward(call, saved, (dk_cmp, dv_cmp), dk, dv, pooling_options(call.config, varlen))
     with component("convert"):
         if apart and not window_adds:
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
-        sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
+        sums.add_dk_dv("tokens", dk, dv, stored[apart:], varlen.cu_seqlens_k)
     if unions:
         _add_selected(call, varlen, saved, do_slc, rows_slc, dk, dv, layouts[-1].dq.start)
     if window_adds:  # where the others have written
@@ -188,17 +188,14 @@ def backward_group(
     return gate.d_weight, gate.d_gates, dw_k, dw_v, *own
 
 
-def _selected_lists(call: Call, varlen: Varlen | None, saved: Saved, split_dq: bool) -> tuple[dict | None, dict | None]:
+def _selected_lists(call: Call, varlen: Varlen, saved: Saved, split_dq: bool) -> tuple[dict | None, dict | None]:
     """Options of the selected branch's calls: over lists by key tile, where no unions are read; and over forward's."""
-    (q, k), spec, by_key, by_query = call[:2], call.spec, None, None
+    by_key, by_query, selection = None, None, (call, varlen, saved.block_indices, saved.block_counts)
     with component("lists"):
-        selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
-        static = dict(spec=spec, varlen=varlen, q_offset=call.q_offset, S=k.shape[-3])
-        static["block_counts"] = saved.block_counts
-        if not reads_unions(spec.config, listed=spec.listed):
-            by_key = selected_options(*selection, backward=True, **static)
+        if not reads_unions(call.config, listed=call.spec.listed):
+            by_key = selected_options(*selection, backward=True)
         if split_dq or saved.o_slc is None:
-            by_query = selected_options(*selection, backward=False, **static)
+            by_query = selected_options(*selection, backward=False)
     return by_key, by_query
 
 
@@ -253,7 +250,7 @@ def _compress_backward(
 
 def _add_selected(
     call: Call,
-    varlen: Varlen | None,
+    varlen: Varlen,
     saved: Saved,
     do: Tensor,
     rows: tuple[Tensor, Tensor],
@@ -267,41 +264,34 @@ def _add_selected(
         rows: row sums and log-sum-exps, of which sequences start at multiples of `start`.
     """
     (q, k, v), spec, q_offset = call[:3], call.spec, call.q_offset
-    where = dict(spec=spec, varlen=varlen, q_offset=q_offset if spec.causal else None)
     with component("pairs"):
-        pairs = token_block_csr(saved.block_indices, (q.shape[-2], k.shape[-2]), q.shape[-3], k.shape[-3], **where)
+        pairs = token_block_csr(call, varlen, saved.block_indices)
     with component("slc_dkdv"):
         add = dk.filled or dv.filled
         for grad in (dk, dv):
             if add and not grad.filled:
                 grad.out.zero_()
         into = dict(dk=dk.out, dv=dv.out, add=add, start=start, softmax_scale=spec.softmax_scale)
-        cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)
-        starts = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_offset=q_offset)
-        backward_dkdv(q, k, v, do, *rows, pairs, **into, **starts)
+        starts = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
+        backward_dkdv(q, k, v, do, *rows, pairs, **into, causal=spec.causal, q_offset=q_offset, **starts)
 
 
-def backward_selected(
-    call: Call, varlen: Varlen | None, do: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward_selected(call: Call, varlen: Varlen, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of `forward_selected`."""
-    (q, k, v), spec, block_indices, q_offset = call[:3], call.spec, call.block_indices, first_positions(call, varlen)
-    (T, Hq), (S, Hkv), do = q.shape[-3:-1], k.shape[-3:-1], aligned_rows(do)
+    (q, k, v), spec, (T, Hq) = call[:3], call.spec, call.q.shape[-3:-1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)
-    count = T if varlen is None else T + START * (len(cu_seqlens) - 1)
+    count = T if varlen.cu_seqlens is None else T + START * (len(varlen.cu_seqlens) - 1)
     shape = (*q.shape[:-3], Hq, -(-count // START) * START)
     dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START, q_offset=q_offset)
-    fixed |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-    where = dict(spec=spec, varlen=varlen, q_offset=q_offset)
+    fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START, q_offset=call.q_offset)
+    fixed |= dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
     with component("lists"):
-        lists = query_lists(block_indices, Hq // block_indices.shape[-2], T, S, **where)
+        lists = query_lists(call, varlen, call.block_indices)
     with component("slc_dq"):
         backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed)
     del lists
     with component("pairs"):
-        pairs = token_block_csr(block_indices, (Hq, Hkv), T, S, **where)
+        pairs = token_block_csr(call, varlen, call.block_indices)
     with component("slc_dkdv"):
         backward_dkdv(q, k, v, do, dpsum, lse_log2, pairs, dk=dk, dv=dv, **fixed)
     return dq, dk, dv

@@ -6,30 +6,28 @@ from itertools import accumulate
 
 import torch
 
-from nsa_layer.call import CallSpec
+from nsa_layer.call import Call, CallSpec
+from nsa_layer.config import NSAConfig
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.varlen import Varlen
 
 
-def pooling_options(spec: CallSpec, varlen: Varlen | None) -> dict:
+def pooling_options(config: NSAConfig, varlen: Varlen) -> dict:
     """Options of `mean_pool` and `mean_pool_backward`."""
-    options = dict(block_size=spec.config.span, stride=spec.config.stride)
-    return options if varlen is None else options | dict(cu_seqlens=varlen.cu_seqlens_k, cu_blocks=varlen.cu_compressed)
+    starts = dict(cu_seqlens=varlen.cu_seqlens_k, cu_blocks=varlen.cu_compressed)
+    return dict(block_size=config.span, stride=config.stride, **starts)
 
 
-def compressed_options(spec: CallSpec, varlen: Varlen | None, q_offset: torch.Tensor | None) -> dict:
+def compressed_options(call: Call, varlen: Varlen) -> dict:
     """Options of the compressed branch: attention to complete blocks under the compressed-causal mask."""
-    options: dict = {}
-    if varlen is not None:
-        lengths = dict(max_seqlen_q=varlen.longest, max_seqlen_k=varlen.longest_compressed)
-        options = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_compressed, **lengths)
-    if spec.causal:
-        options |= dict(causal=True, compress_factor=spec.config.stride, compress_offset=spec.config.offset)
-        options |= position_options(q_offset)
+    options = token_options(varlen, varlen.cu_compressed, varlen.longest_compressed)
+    if call.spec.causal:
+        options |= dict(causal=True, compress_factor=call.config.stride, compress_offset=call.config.offset)
+        options |= position_options(call.q_offset)
     return options
 
 
-def window_options(spec: CallSpec, varlen: Varlen | None, q_offset: torch.Tensor | None) -> dict:
+def window_options(spec: CallSpec, varlen: Varlen, q_offset: torch.Tensor | None) -> dict:
     """Options of the sliding window of ``config.window_size`` tokens."""
     reach = max(0, spec.config.window_size - 1)
     window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
@@ -37,8 +35,7 @@ def window_options(spec: CallSpec, varlen: Varlen | None, q_offset: torch.Tensor
         return window | token_options(varlen) | position_options(q_offset)
     keys, first = zip(*spec.window)
     starts, first = numbers_on(((0, *accumulate(keys)), first * (len(q_offset) // len(first))), q_offset.device)
-    tokens = {} if varlen is None else token_options(varlen) | dict(cu_seqlens_k=starts, max_seqlen_k=max(keys))
-    return window | tokens | position_options(first)
+    return window | token_options(varlen, starts, max(keys)) | position_options(first)
 
 
 def position_options(q_offset: torch.Tensor | None) -> dict:
@@ -46,9 +43,12 @@ def position_options(q_offset: torch.Tensor | None) -> dict:
     return {} if q_offset is None else dict(q_offset=q_offset)
 
 
-def token_options(varlen: Varlen | None) -> dict:
-    """Options that any call over the tokens of packed sequences needs; none for a batch."""
-    if varlen is None:
+def token_options(varlen: Varlen, cu_seqlens_k: torch.Tensor | None = None, longest_k: int | None = None) -> dict:
+    """Options that any call over packed sequences needs, with keys that start there (None: the tokens); none for a
+    batch."""
+    if varlen.cu_seqlens is None:
         return {}
-    starts = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
-    return starts | dict(max_seqlen_q=varlen.longest, max_seqlen_k=varlen.longest_k)
+    if cu_seqlens_k is None:
+        cu_seqlens_k, longest_k = varlen.cu_seqlens_k, varlen.longest_k
+    starts = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    return starts | dict(max_seqlen_q=varlen.longest, max_seqlen_k=longest_k)

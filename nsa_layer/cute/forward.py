@@ -14,16 +14,15 @@ import torch
 from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
-from nsa_layer.call import Call, CallSpec, Saved
+from nsa_layer.call import Call, CallSpec, Saved, Signature
+from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.head_groups import (
     as_kernels_read,
-    first_positions,
     head_group,
     join_saved,
     narrow,
     query_heads,
-    signature_of,
 )
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.select_blocks import select_blocks
@@ -57,12 +56,10 @@ class Pages(NamedTuple):
     in_window: Tensor
     starts: Tensor | None
 
-    def of_window(self, varlen: Varlen | None, spec: CallSpec) -> dict:
-        """Options of `window_options`."""
-        if varlen is not None:
-            longest = varlen.longest + spec.config.window_size - 1
-            varlen = varlen._replace(cu_seqlens_k=self.starts, longest_k=longest)
-        return dict(q_offset=self.in_window, varlen=varlen)
+    def of_window(self, varlen: Varlen, config: NSAConfig) -> tuple[Varlen, Tensor]:
+        """Lengths and positions for `window_options`."""
+        longest = varlen.longest + config.window_size - 1
+        return varlen._replace(cu_seqlens_k=self.starts, longest_k=longest), self.in_window
 
 
 def forward(
@@ -84,7 +81,12 @@ def forward(
         together: kernels that are missing are compiled side by side, before the first is launched.
     """
     (call, varlen), spec = as_kernels_read(call), call.spec
-    signature = signature_of(call, varlen, plan, backward=backward)
+    if pages is not None:
+        varlen = varlen._replace(longest_k=pages.capacity)
+
+    def signature() -> Signature:
+        return Signature.of(call._asdict(), spec, plan, backward=backward)
+
     with compile_missing(signature) if together else nullcontext():
         if call.alone:
             o, lse = forward_selected(call, varlen)
@@ -94,31 +96,28 @@ def forward(
         for group in plan.groups:
             part = head_group(call, *group)
             (q, k, v), block_indices = part[:3], part.block_indices
-            where = dict(spec=spec, varlen=varlen, q_offset=part.q_offset)
-            S, table = (k.shape[-3], None) if pages is None else (pages.capacity, pages.table)
             # The window needs nothing but q, k and v: the GPU has work at once, while the host launches short kernels.
             o_swa = lse_swa = None
             if spec.config.window_size:
-                in_window = where if pages is None else where | pages.of_window(varlen, spec)
+                in_window = (varlen, part.q_offset) if pages is None else pages.of_window(varlen, spec.config)
                 into = None if side_stream is None else new_outputs(q, v)
                 with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
-                    o_swa, lse_swa = attend(q, *part.of_window, spec, window_options(**in_window), into)
+                    o_swa, lse_swa = attend(q, *part.of_window, spec, window_options(spec, *in_window), into)
             with component("compress"):
                 k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen)
             with component("cmp"):
-                o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(**where))
+                o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(part, varlen))
             with component("choose"):
                 indices, counts = block_indices, None
                 if block_indices is None:
                     scored = k_cmp if spec.config.by_token else k_scored
-                    indices, counts = select_blocks(q, scored, lse_cmp, S=S, **where)
+                    indices, counts = select_blocks(part, varlen, scored, lse_cmp)
                     del scored
             del k_scored
             with component("lists"):
-                lists = dict(block_counts=counts, S=S, **where)
-                of_slc = selected_options(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
+                of_slc = selected_options(part, varlen, indices, counts, backward=False)
             with component("slc"):
-                o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, table)
+                o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, None if pages is None else pages.table)
             if side_stream is not None:
                 side_stream.join()
             with component("gate"):
@@ -132,9 +131,7 @@ def forward(
     return o, saved
 
 
-def _compressed(
-    call: Call, varlen: Varlen | None
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _compressed(call: Call, varlen: Varlen) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compressed keys and values: the caller's, or made of k and v, pooled together.
 
     Returns:
@@ -148,9 +145,8 @@ def _compressed(
     scored = call.block_indices is None and not call.config.by_token
     if k is not None or v is not None:
         k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
-        options = pooling_options(call.spec, varlen)
-        if varlen is not None:
-            options |= dict(total_blocks=varlen.total_compressed, bounded=not call.spec.lengths_known)
+        options = pooling_options(call.config, varlen)
+        options |= dict(total_blocks=varlen.total_compressed, bounded=not call.spec.lengths_known)
         k_means, v_mean = mean_pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
     if k is None:
         k_scored = k_cmp.float() if scored else None
@@ -162,14 +158,12 @@ def _compressed(
     return k_scored, k_cmp, v_cmp, None if w_k is None else k_mean, None if w_v is None else v_mean
 
 
-def forward_selected(call: Call, varlen: Varlen | None) -> tuple[Tensor, Tensor]:
+def forward_selected(call: Call, varlen: Varlen) -> tuple[Tensor, Tensor]:
     """o and the log-sum-exp of the selected branch alone, over lists of the caller's."""
-    (q, k, v), lists, spec = call[:3], call.block_indices, call.spec
-    where = dict(S=k.shape[-3], spec=spec, varlen=varlen, q_offset=first_positions(call, varlen))
     with component("lists"):
-        options = selected_options(lists, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **where)
+        options = selected_options(call, varlen, call.block_indices, backward=False)
     with component("slc"):
-        return attend_selected(q, k, v, spec, options)
+        return attend_selected(*call[:3], call.spec, options)
 
 
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

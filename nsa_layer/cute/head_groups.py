@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from nsa_layer.call import OWN_KEYS, Call, Saved, Signature
+from nsa_layer.call import OWN_KEYS, Call, Saved
 from nsa_layer.cute.host_constants import numbers_on
-from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.launch import aligned_rows
 
@@ -16,16 +13,14 @@ Tensor = torch.Tensor
 READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
 
 
-def as_kernels_read(call: Call) -> tuple[Call, Varlen | None]:
-    """A call with rows aligned to 16 bytes, and its starts on the GPU."""
-    call, starts = call.map(aligned_rows, READ), {}
-    if not call.spec.lengths_known:
-        starts = dict(cu_seqlens=call.cu_seqlens, total=call.q.shape[0])
-        starts |= dict(cu_seqlens_k=call.cu_seqlens_k, total_k=call.k.shape[0])
-    return call, Varlen.of(call.spec, call.q.device, call.q_heads_per_list, **starts)
+def as_kernels_read(call: Call) -> tuple[Call, Varlen]:
+    """A call with rows aligned to 16 bytes, and its starts on the GPU; of the selected branch alone with q_offset."""
+    call = call.map(aligned_rows, READ)
+    varlen = Varlen.of(call)
+    return (call._replace(q_offset=_first_positions(call, varlen)) if call.alone else call), varlen
 
 
-def first_positions(call: Call, varlen: Varlen | None) -> Tensor | None:
+def _first_positions(call: Call, varlen: Varlen) -> Tensor | None:
     """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
     (q, k), spec, q_offset = call[:2], call.spec, call.q_offset
     if not spec.causal:
@@ -36,16 +31,6 @@ def first_positions(call: Call, varlen: Varlen | None) -> Tensor | None:
         return None if call.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
     of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
     return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
-
-
-def signature_of(call: Call, varlen: Varlen | None, plan: MemoryPlan, *, backward: bool) -> Callable[[], Signature]:
-    """Makes the call's signature, for `compile_missing`."""
-
-    def signature() -> Signature:
-        offset = first_positions(call, varlen) if call.alone else call.q_offset
-        return Signature.of(call._replace(q_offset=offset)._asdict(), call.spec, plan, backward=backward)
-
-    return signature
 
 
 def head_group(call: Call, first: int, end: int) -> Call:

@@ -11,7 +11,7 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from flash_attn.cute.bwd_sm90 import two_pass
-from nsa_layer.call import CallSpec
+from nsa_layer.call import Call, CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.varlen import Varlen
@@ -44,51 +44,37 @@ def _on_hopper(device: torch.device) -> bool:
 
 
 def selected_options(
-    block_indices: Tensor,
-    T: int,
-    heads: tuple[int, int],
-    *,
-    spec: CallSpec,
-    backward: bool,
-    varlen: Varlen | None = None,
-    block_counts: Tensor | None = None,
-    S: int | None = None,
-    q_offset: Tensor | None = None,
+    call: Call, varlen: Varlen, block_indices: Tensor, block_counts: Tensor | None = None, *, backward: bool
 ) -> dict:
-    """Options of the call of T queries that attend to the tokens of the listed blocks.
+    """Options of attention to the tokens of the listed blocks.
 
     Args:
         block_indices: int32 [B, M, Hs, n]; packed [tiles of all sequences, Hs, n].
-        T: tokens of a sequence, packed of all.
-        heads: (Hq, Hkv).
-        backward: lists by key tile, not by query tile; unions have none, but `token_block_csr`.
         block_counts: int32 [B, Hkv, M]; packed [Hkv, tiles of all sequences]: listed blocks; forward lists of key
             tiles need them.
-        S: tokens of keys, like T; None: T.
-        q_offset: int32 [B], packed [sequences]: position of the first query among the keys, where unions are read.
+        backward: lists by key tile, not by query tile; unions have none, but `token_block_csr`.
 
     Raises:
         NotImplementedError: q_offset where unions are not read.
     """
-    config, options = spec.config, dict(causal=spec.causal) | token_options(varlen)
+    spec, config, heads = call.spec, call.config, (call.q.shape[-2], call.k.shape[-2])
+    options = dict(causal=spec.causal) | token_options(varlen)
     if reads_unions(config, listed=spec.listed):
-        Hs, q_offset = block_indices.shape[-2], q_offset if spec.causal else None
-        where = dict(spec=spec, varlen=varlen, q_offset=q_offset)
-        lists = query_lists(block_indices, heads[0] // Hs, T, T if S is None else S, **where)
-        options |= dict(block_sparse_tensors=lists, pack_gqa=Hs == heads[1])
-        return options | position_options(q_offset)
-    if q_offset is not None:
+        lists = query_lists(call, varlen, block_indices)
+        options |= dict(block_sparse_tensors=lists, pack_gqa=block_indices.shape[-2] == heads[1])
+        return options | position_options(call.q_offset if spec.causal else None)
+    if call.q_offset is not None:
         raise NotImplementedError(f"q_offset with q_tile={config.q_tile} on the kernels: tiles below 128 queries alone")
-    size, rows = config.block_size, None
+    size = config.block_size
     static = dict(block_size=size, q_tile=config.q_tile, kv_tile=hopper_kv_tile(size), causal=spec.causal)
-    if varlen is not None:
-        T, rows = varlen.longest, varlen.total_key_blocks
-        static |= dict(cu_tiles=varlen.cu_tiles, cu_rows=varlen.cu_key_blocks)
+    static |= dict(cu_tiles=varlen.cu_tiles, cu_rows=varlen.cu_key_blocks)
     block_indices = block_indices.transpose(-3, -2).contiguous()  # copies what an operator gave or heads were joined to
     if backward:
-        lists = list_kernels.backward_lists(block_indices, T, heads, rows=rows, **static)
+        lists = list_kernels.backward_lists(
+            block_indices, varlen.longest, heads, rows=varlen.total_key_blocks, **static
+        )
     else:
-        lists = list_kernels.forward_lists(block_indices, block_counts, T, **static)
+        lists = list_kernels.forward_lists(block_indices, block_counts, varlen.longest, **static)
     return options | dict(block_sparse_tensors=lists)
 
 
@@ -98,62 +84,32 @@ def dq_options(options: dict) -> dict:
     return kept | dict(lists=options["block_sparse_tensors"])
 
 
-def query_lists(
-    block_indices: Tensor,
-    rows: int,
-    T: int,
-    S: int,
-    *,
-    spec: CallSpec,
-    varlen: Varlen | None = None,
-    q_offset: Tensor | None = None,
-) -> BlockSparseTensorsTorch:
-    """Forward lists of tiles of 128 rows, with bits for each token.
-
-    Args:
-        block_indices: int32 [B, M, Hs, n], packed [lists of all sequences, Hs, n].
-        rows: of a token, one for each of the heads that share a list.
-        T, S: queries and keys of a sequence of a batch.
-        q_offset: int32 [sequences], position of the first query among its sequence's keys; None: 0, or not causal.
-    """
-    static = dict(block_size=spec.config.block_size, q_tile=spec.config.q_tile, causal=spec.causal, q_offset=q_offset)
-    where, row_tiles = dict(queries=T, keys=S), None
-    if varlen is not None:
-        row_tiles = varlen.cu_row_tiles
-        where = dict(queries=varlen.longest, keys=varlen.longest_k, tiles=varlen.total_row_tiles)
-        where |= dict(cu_seqlens=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
-        where |= dict(cu_lists=varlen.cu_tiles, cu_tiles=row_tiles)
-    counts, blocks, bits = union_lists(block_indices, G=rows, **static, **where)
+def query_lists(call: Call, varlen: Varlen, block_indices: Tensor) -> BlockSparseTensorsTorch:
+    """Forward lists of tiles of 128 rows, with bits for each token; block_indices as for `selected_options`."""
+    starts = dict(cu_seqlens=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k, cu_lists=varlen.cu_tiles)
+    sizes = dict(queries=varlen.longest, keys=varlen.longest_k, tiles=varlen.total_row_tiles)
+    rows = call.q.shape[-2] // block_indices.shape[-2]
+    static = dict(G=rows, cu_tiles=varlen.cu_row_tiles, **_static(call))
+    counts, blocks, bits = union_lists(block_indices, **static, **sizes, **starts)
     return BlockSparseTensorsTorch(
-        counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=row_tiles, mask_block_bits=bits
+        counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=varlen.cu_row_tiles, mask_block_bits=bits
     )
 
 
-def token_block_csr(
-    block_indices: Tensor,
-    heads: tuple[int, int],
-    T: int,
-    S: int,
-    *,
-    spec: CallSpec,
-    varlen: Varlen | None = None,
-    q_offset: Tensor | None = None,
-) -> KeyPairs:
-    """The tokens that list each block, for the kernel of dk and dv; or with Hs = Hq the heads of tokens that do.
+def token_block_csr(call: Call, varlen: Varlen, block_indices: Tensor) -> KeyPairs:
+    """The tokens that list each block, for the kernel of dk and dv; or with Hs = Hq the heads of tokens that do."""
+    (Hs, n), Hkv = block_indices.shape[-2:], call.k.shape[-2]
+    count = call.q.shape[:-2].numel() * Hs * n
+    longest = longest_work_tile(count, call.q.shape[-2] // Hs)
+    sizes = dict(heads=Hkv, queries=call.q.shape[-3], keys=varlen.longest_k, blocks=varlen.total_key_blocks)
+    starts = dict(cu_seqlens=varlen.cu_seqlens, cu_lists=varlen.cu_tiles, cu_blocks=varlen.cu_key_blocks)
+    pairs = pairs_by_block(block_indices, cap=longest, **_static(call), **sizes, **starts)
+    more = (most_partials(count, longest), call.config.block_size, varlen.cu_key_blocks, Hs > Hkv)
+    return KeyPairs(pairs.tokens, pairs.work_tiles, pairs.row_tiles, *more)
 
-    Args:
-        heads: (Hq, Hkv); arguments else as for `query_lists`, but that T is of all packed sequences.
-    """
-    (Hq, Hkv), (Hs, n), block_size = heads, block_indices.shape[-2:], spec.config.block_size
-    batch, rows = 1 if varlen is not None else block_indices.shape[0], Hq // Hs
-    count = batch * T * Hs * n
-    cap = longest_work_tile(count, rows)
-    static = dict(block_size=block_size, q_tile=spec.config.q_tile, causal=spec.causal, q_offset=q_offset)
-    where, of_blocks = dict(keys=S), None
-    if varlen is not None:
-        of_blocks = varlen.cu_key_blocks
-        where = dict(keys=varlen.longest_k, cu_seqlens=varlen.cu_seqlens, cu_lists=varlen.cu_tiles)
-        where |= dict(cu_blocks=of_blocks, blocks=varlen.total_key_blocks)
-    pairs = pairs_by_block(block_indices, heads=Hkv, queries=T, cap=cap, **static, **where)
-    numbers = (most_partials(count, cap), block_size, of_blocks, Hs > Hkv)
-    return KeyPairs(pairs.tokens, pairs.work_tiles, pairs.row_tiles, *numbers)
+
+def _static(call: Call) -> dict:
+    """What unions and CSR depend on alike."""
+    spec, config = call.spec, call.config
+    q_offset = call.q_offset if spec.causal else None
+    return dict(block_size=config.block_size, q_tile=config.q_tile, causal=spec.causal, q_offset=q_offset)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call import CallSpec
+from nsa_layer.call import Call, CallSpec
 from nsa_layer.cute.host_constants import aligned, numbers_on
 from nsa_layer.kernels.union_lists.sizes import ROWS
 from nsa_layer.support import hopper_kv_tile, reads_unions
@@ -21,10 +21,10 @@ Counts = tuple[tuple[int, int, int], ...]
 
 
 class Varlen(NamedTuple):
-    """Starts are int32 [sequences + 1] on the GPU and end with the total.
+    """Lengths of a call's sequences. Starts are int32 [sequences + 1] on the GPU and end with the total.
 
-    Copies, or made of the caller's ``cu_seqlens``, which may be refilled at any time. Totals and what is longest are
-    bounds unless ``spec.lengths_known``.
+    None, as totals, for a batch. Copies, or made of the caller's ``cu_seqlens``, which may be refilled at any time.
+    Totals and what is longest are bounds unless ``spec.lengths_known``.
 
     Attributes:
         cu_seqlens, cu_tiles, cu_row_tiles: of queries, of the selection's query tiles, and of tiles of 128 rows, where
@@ -35,59 +35,44 @@ class Varlen(NamedTuple):
         longest, longest_k, longest_compressed: of one sequence, in queries, in keys and in compressed blocks.
     """
 
-    cu_seqlens: torch.Tensor
-    cu_tiles: torch.Tensor
-    cu_row_tiles: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    cu_compressed: torch.Tensor
-    cu_key_blocks: torch.Tensor
-    total_compressed: int
-    total_key_blocks: int
-    total_row_tiles: int
+    cu_seqlens: torch.Tensor | None
+    cu_tiles: torch.Tensor | None
+    cu_row_tiles: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    cu_compressed: torch.Tensor | None
+    cu_key_blocks: torch.Tensor | None
+    total_compressed: int | None
+    total_key_blocks: int | None
+    total_row_tiles: int | None
     longest: int
     longest_k: int
     longest_compressed: int
 
     @classmethod
-    def of(
-        cls,
-        spec: CallSpec,
-        device: torch.device,
-        rows: int = 1,
-        *,
-        cu_seqlens: torch.Tensor | None = None,
-        total: int = 0,
-        cu_seqlens_k: torch.Tensor | None = None,
-        total_k: int = 0,
-    ) -> Varlen | None:
-        """The starts of a call, without a synchronisation; None for a batch of equal length.
-
-        Args:
-            rows: of a token in a tile: query heads that share a list.
-            cu_seqlens: on the GPU, and total tokens; for a spec with bounds alone.
-            cu_seqlens_k: of keys, and their total, where those are not of queries.
-        """
-        config, kv_tile, lengths_k = spec.config, _kv_tile(spec), spec.key_lengths
+    def of(cls, call: Call) -> Varlen:
+        """The lengths of a call, without a synchronisation; its starts are on the GPU unless ``lengths_known``."""
+        spec, config, (q, k), lengths_k = call.spec, call.config, call[:2], call.spec.key_lengths
+        if spec.lengths_known and spec.lengths is None:
+            return cls(*[None] * 9, q.shape[1], k.shape[1], config.compressed_length(k.shape[1]))
+        (total, total_k), rows, kv_tile = (len(q), len(k)), call.q_heads_per_list, _kv_tile(spec)
         of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, ROWS - 1, ROWS)
         of_k = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)
-        starts_k = () if lengths_k is None else _host_starts(lengths_k, of_k)
-        if spec.lengths_known:
-            if spec.lengths is None:
-                return None
-            starts_q = _host_starts(spec.lengths, of_q)
-            starts = numbers_on((*starts_q, *starts_k), device)
-            longest, row_tiles = max(spec.lengths), starts_q[2][-1]
-        else:
-            of_all = () if lengths_k or cu_seqlens_k is not None else of_k
-            starts = [*starts_of(cu_seqlens, (*of_q, *of_all)), *numbers_on(starts_k, device)]
-            longest, row_tiles = spec.bound, total * rows // ROWS + len(cu_seqlens) - 1
         if lengths_k is not None:
-            longest_k, totals = max(lengths_k), (starts_k[1][-1], starts_k[2][-1])
+            starts_k, longest_k = _host_starts(lengths_k, of_k), max(lengths_k)
+            totals = starts_k[1][-1], starts_k[2][-1]
         else:
-            longest_k = spec.bound
-            if cu_seqlens_k is not None:
-                starts, total, longest_k = [*starts, *starts_of(cu_seqlens_k, of_k)], total_k, total_k
-            totals = (total // config.stride, total // kv_tile + len(cu_seqlens) - 1)
+            longest_k = spec.bound if call.cu_seqlens_k is None else total_k
+            totals = total_k // config.stride, total_k // kv_tile + len(call.cu_seqlens) - 1
+        if spec.lengths_known:
+            starts_q, longest = _host_starts(spec.lengths, of_q), max(spec.lengths)
+            starts, row_tiles = numbers_on((*starts_q, *starts_k), q.device), starts_q[2][-1]
+        else:
+            longest, row_tiles = spec.bound, total * rows // ROWS + len(call.cu_seqlens) - 1
+            if lengths_k is None and call.cu_seqlens_k is None:
+                starts = starts_of(call.cu_seqlens, (*of_q, *of_k))
+            else:
+                of_keys = starts_of(call.cu_seqlens_k, of_k) if lengths_k is None else numbers_on(starts_k, q.device)
+                starts = (*starts_of(call.cu_seqlens, of_q), *of_keys)
         return cls(*starts, *totals, row_tiles, longest, longest_k, config.compressed_length(longest_k))
 
     def clear_behind_blocks(self, x: torch.Tensor) -> None:

@@ -46,7 +46,8 @@ def test_windows_of_a_rank_see_what_those_of_one_see(
             count, begin = shard.queries.stop - shard.queries.start, chunk * T // size // len(chunks)
             first = shard.keys.start + rows.start
             here = replace(shard.spec(call), window=window)
-            varlen = Varlen.of(here, torch.device("cpu"))
+            q, k = (torch.empty(*(() if lengths else (1,)), n, 1, 1) for n in (count, rows.stop - rows.start))
+            varlen = Varlen.of(Call(q, k, k, spec=here))
             given = window_options(here, varlen, torch.tensor(shard.offsets, dtype=torch.int32))
             starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()
             of_keys = given.get("cu_seqlens_k", torch.tensor([0, rows.stop - rows.start])).tolist()

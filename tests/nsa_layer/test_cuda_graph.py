@@ -12,7 +12,7 @@ from layer_calls import assert_near, needs_hopper, starts_of, step
 from torch._dynamo.utils import counters
 
 from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
-from nsa_layer.call import CallSpec
+from nsa_layer.call import Call, CallSpec
 from nsa_layer.cute.host_constants import starts_on
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.rope import RotaryEmbedding
@@ -90,7 +90,8 @@ def test_packed_sequences_whose_starts_are_on_the_cpu() -> None:
     def draw(seed: int) -> tuple[list[Tensor], Tensor]:
         for other in others if seed else ():  # more packings than are remembered
             starts_on(starts_of((other,)), torch.device("cuda", 0))
-            Varlen.of(CallSpec(FIXED, True, 1.0, (other,)), torch.device("cuda", 0))
+            q = torch.empty(other, 1, 64, device="cuda")
+            Varlen.of(Call(q, q, q, spec=CallSpec(FIXED, True, 1.0, (other,))))
         torch.manual_seed(seed)
         x, do = torch.randn(2, 900, 512, device="cuda", dtype=torch.bfloat16)
         return [x.clone()], do

@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn.cute.runtime import repeated_calls
 from nsa_layer import NSAConfig, checks, nsa
+from nsa_layer.call import Call
 from nsa_layer.cute import grad_accum
 from nsa_layer.cute.selected import query_lists
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.projection import project, project_backward
 from nsa_layer.warm_up.lookup import ENVIRONMENT
 from nsa_tools.measure.peak_memory import peak_bytes
@@ -61,14 +63,14 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     for T in (1 << 13, 1 << 16):
         q = torch.empty(1, T, 4, 64, dtype=torch.bfloat16)
         k_mean = torch.empty(1, config.compressed_length(T), 2, 64)
-        indices = torch.zeros(1, 2, config.num_tiles(T), config.list_width(T), dtype=torch.int32)
-        counts = torch.ones_like(indices[..., 0])
+        indices = torch.zeros(1, config.num_tiles(T), 2, config.list_width(T), dtype=torch.int32)
+        own = Call(q, k_mean, k_mean, spec=case.spec)
+        varlen = Varlen.of(own)._replace(longest_k=T)
 
         def call() -> object:
             if not lists:
-                return select_blocks(q, k_mean, None, spec=case.spec, varlen=None, S=T)
-            static = dict(spec=case.spec, backward=True, block_counts=counts)
-            return selected.selected_options(indices, T, (4, 2), **static)
+                return select_blocks(own, varlen, k_mean, None)
+            return selected.selected_options(own, varlen, indices, backward=True)
 
         with stubs():
             call()
@@ -251,8 +253,8 @@ def tensors(**sizes: int) -> tuple[torch.Tensor, ...]:
 
 def lists() -> Any:
     case = Case(T=256, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=4))
-    of_tokens = torch.zeros(1, 256, 2, 4, dtype=torch.int32)
-    return query_lists(of_tokens, 2, 256, 512, spec=case.spec, q_offset=offset())
+    call = Call(*tensors(), q_offset=offset(), spec=case.spec)
+    return query_lists(call, Varlen.of(call), torch.zeros(1, 256, 2, 4, dtype=torch.int32))
 
 
 def offset() -> torch.Tensor:

@@ -43,7 +43,12 @@ CONFIGS = {
 
 
 def starts_by_host(lengths: tuple[int, ...], device: str = "meta", config: NSAConfig = SMALL) -> Varlen:
-    return Varlen.of(CallSpec(config, True, 1.0, lengths), torch.device(device), 3)
+    return Varlen.of(three_heads(CallSpec(config, True, 1.0, lengths), sum(lengths), device))
+
+
+def three_heads(spec: CallSpec, total: int, device: str = "cpu") -> Call:
+    q, k = (torch.empty(total, heads, 1, device=device) for heads in (3, 1))
+    return Call(q, k, k, spec=spec)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -56,8 +61,8 @@ def test_starts_of_everything(config: NSAConfig) -> None:
         assert getattr(host, name).tolist() == [*accumulate(map(count, SHORT), initial=0)], name
     assert host.total_compressed == host.cu_compressed[-1] and host.total_key_blocks == host.cu_key_blocks[-1]
     assert (host.longest, host.longest_compressed) == (1000, config.compressed_length(1000))
-    bounds = CallSpec(config, True, 1.0, bound=1000)
-    gpu = Varlen.of(bounds, torch.device("cpu"), 3, cu_seqlens=starts_of(SHORT), total=total)
+    call = three_heads(CallSpec(config, True, 1.0, bound=1000), total)
+    gpu = Varlen.of(call._replace(cu_seqlens=starts_of(SHORT)))
     for name in Varlen._fields:
         x, y = getattr(gpu, name), getattr(host, name)
         if name.startswith("cu_"):
