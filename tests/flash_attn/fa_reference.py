@@ -9,19 +9,13 @@ from fuzz import oracle
 from fuzz.attention import NAMES, Inputs, Tensors, backward, forward, make_inputs
 from fuzz.canary import Guarded
 from fuzz.case import Attention as Case
-from fuzz.oracle import RESULTS, assert_right, reference
+from fuzz.oracle import assert_right, reference
 
 assert_close = partial(oracle.assert_close, floor=1e-6)
 
 
 def is_blackwell() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
-
-
-def attention(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """o, dq, dk and dv of the reference."""
-    found = reference(case, x, dtype)
-    return tuple(found[name] for name in RESULTS)
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -57,6 +51,16 @@ def assert_case(case: Case) -> None:
         got["dk"][b, used:] = got["dv"][b, used:] = 0  # nobody writes there
     # What fp32 sums in different orders leave of gradients that cancel to 0: those of rows that see one key.
     assert_right(case, x, got, floor=2e-4 if case.compress is not None else 1e-6)
+
+
+def assert_forward(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    """o within twice the error of plain PyTorch in the same dtype, and the log-sum-exp."""
+    exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
+    assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
+    if lse is not None:
+        seen = ~lse.isneginf()
+        assert seen.equal(~exact["lse"].isneginf()), f"{case!r}: lse is -inf in the wrong rows"
+        torch.testing.assert_close(lse[seen].double(), exact["lse"][seen], atol=1e-3, rtol=1e-4)
 
 
 def assert_alike(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:

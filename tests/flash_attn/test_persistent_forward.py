@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from fa_compile import Worker, compile_forward, in_order, kernel_fields
-from fa_reference import assert_close
+from fa_reference import assert_forward
 
 from fuzz.attention import forward, make_inputs
-from fuzz.attention_lists import forward_lists
 from fuzz.canary import Guarded
 from fuzz.case import Attention as Case
-from fuzz.oracle import reference
 
 
 def assert_overlap(compiler: Worker, case: Case, expected: int, tile: tuple[int, int] | None = None) -> None:
@@ -181,7 +179,7 @@ def test_ctas_stay_where_rows_are_short(
         assert overlapped_stages(tile, lists=lists) == (2 if short else 0)
 
 
-# Random lists of up to 20 blocks, and which part of their rows, about, has none.
+# Random lists of up to 20 blocks, and which part of their rows, about, has none: all, in one case.
 RANDOM = [
     (Case(D=128, T_q=1, T_k=1, B=1, Hq=8), 0.3),
     (Case(D=128, T_q=128, T_k=128, B=1, Hq=1, Hkv=1), 0.3),
@@ -219,16 +217,6 @@ def test_not_a_bit_depends_on_it(drawn: tuple[Case, float], pack_gqa: bool) -> N
     o, lse = assert_same_bits(lambda: forward(case, x, lists))
     unseen = empty.repeat_interleave(case.Hq // case.Hkv, 1).repeat_interleave(128, 2)[..., : case.T_q]
     assert not o[unseen.transpose(1, 2)].any() and lse[unseen].isneginf().all()
-
-
-@pytest.mark.gpu
-def test_lists_with_nothing_in_them() -> None:
-    case = Case(D=128, Hq=8, list_heads=2, **LISTS)
-    x, lists = make_inputs(case), forward_lists(case)
-    nothing = {name: torch.zeros_like(getattr(lists, name)) for name in ("mask_block_cnt", "full_block_cnt")}
-    o, lse = forward(case, x, lists._replace(**nothing))
-    assert not o.any()
-    assert lse.eq(float("-inf")).all()
 
 
 WINDOW_CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
@@ -324,10 +312,5 @@ def test_numbers_and_not_a_bit_of_them_depends_on_it(asked: dict[str, Any]) -> N
         case = replace(WINDOW_CALL, T_q=T_q, T_k=T_k, seed=T_q, **asked)
         x = make_inputs(case)
         o, lse = assert_same_bits(lambda: forward(case, x))
-        if T_q == 70000:
-            continue
-        exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
-        assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
-        assert lse.isneginf().equal(exact["lse"].isneginf())
-        seen = ~lse.isneginf()
-        torch.testing.assert_close(lse[seen].double(), exact["lse"][seen], atol=1e-3, rtol=1e-4)
+        if T_q < 70000:
+            assert_forward(case, x, o, lse)

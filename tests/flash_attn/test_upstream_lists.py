@@ -29,22 +29,11 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32, device="cuda")
 
 
-def less(t: torch.Tensor) -> torch.Tensor:
-    return t.narrow(0, 0, t.shape[0] - 1)
-
-
-def twice(t: torch.Tensor) -> torch.Tensor:
-    return torch.cat([t, t])
-
-
-def nothing(t: torch.Tensor) -> None:
-    return None
-
-
-NO_FULL = dict.fromkeys(("full_block_cnt", "full_block_idx"), nothing)
+STARTS = ("cu_total_m_blocks", "cu_block_idx_offsets")
+NO_FULL = dict.fromkeys(("full_block_cnt", "full_block_idx"), lambda t: None)
 FORWARD = [
-    {"cu_total_m_blocks": twice, "cu_block_idx_offsets": twice},
-    {"cu_total_m_blocks": less, "cu_block_idx_offsets": less},
+    dict.fromkeys(STARTS, lambda t: torch.cat([t, t])),
+    dict.fromkeys(STARTS, lambda t: t.narrow(0, 0, len(t) - 1)),
     NO_FULL | {"dq_write_order_full": lambda _: ints(1, 1)},
 ]
 BACKWARD = [
