@@ -9,7 +9,7 @@ import torch
 from nsa_layer import autocast, operators, support
 from nsa_layer.asserted import assert_numbers
 from nsa_layer.call import Aux, Call
-from nsa_layer.checks import check_inputs, lists_in_int32
+from nsa_layer.checks import check_inputs, lists_in_int32, require_published
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, check_shard
@@ -39,12 +39,16 @@ def nsa(
     v_cmp: torch.Tensor | None = None,
     k_win: torch.Tensor | None = None,
     v_win: torch.Tensor | None = None,
+    q_index: torch.Tensor | None = None,
+    k_index: torch.Tensor | None = None,
+    index_scale: float | None = None,
     backend: str | None = None,
     memory: MemoryPolicy = MemoryPolicy(),
     cp: ContextParallel | None = None,
     return_aux: bool = False,
+    return_index_loss: bool = False,
     validate: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, Aux]:
+) -> torch.Tensor | tuple[torch.Tensor | Aux, ...]:
     """Native Sparse Attention: compressed, selected and sliding-window attention, gated and summed.
 
     Differentiable in q, k, v, gate_weight, gates, both compression weights and the branches' own keys and values: once,
@@ -59,8 +63,9 @@ def nsa(
         v: [B, T, Hkv, Dv] or [total, Hkv, Dv].
         config: block sizes, window, the rule that chooses blocks.
         gate_weight: [Hq, 3, D]; the gates are ``sigmoid(q . gate_weight)``.
-        gates: [B, T, Hq, 3] or [total, Hq, 3], used as they are, in the order compressed, selected, window.
-            Without ``gate_weight`` and ``gates`` each branch counts 1/3. With ``window_size=0`` the last is ignored.
+        gates: [B, T, Hq, 3] or [total, Hq, 3], used as they are, in the order compressed, selected, window; as many
+            columns, and rows of ``gate_weight``, as ``config.branches``. Without both all branches count the same. With
+            ``window_size=0`` that of the window is ignored.
         compress_k_weight: [Hkv, D, D], applied to the mean of a block of k; None: the identity.
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
@@ -79,6 +84,9 @@ def nsa(
             place of means of k; Tc = ``config.compressed_length(T)`` of each sequence.
         v_cmp: [B, Tc, Hkv, Dv] or [sum of Tc, Hkv, Dv], the same for v.
         k_win: like k, v_win: like v: keys and values of the sliding window in place of k and v, where there is one.
+        q_index: [B, T, Hkv, Di] or [total, Hkv, Di], k_index: [B, T, Hkv, Di], or one key for all lists [B, T, 1, Di]:
+            the index that ``rule="index"`` chooses blocks by. Nothing is rotated. Only the index' loss has gradients.
+        index_scale: factor of q_index . k_index, above 0; None: ``Di ** -0.5``.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
             kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
         memory: the kernels' memory budget and recomputation; other backends ignore it.
@@ -86,10 +94,15 @@ def nsa(
             of tiles have a row where its first token is, ``cu_seqlens`` and weights are whole and the same on all
             ranks. What is returned is this rank's part, and so are gradients: those of weights add up over the ranks.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
+        return_index_loss: also return the index' loss, a number in the accumulation dtype: over the chosen blocks that
+            are not forced, KL(m / M | softmax of their scores), weighted by M / sum of M, where m is the selected
+            branch's probability in a block, the mean over a list's query heads, a constant, and M its sum over these
+            blocks. 0 where every M is.
         validate: check ``cu_seqlens`` that are on a GPU, which waits for it; in a graph the GPU asserts them.
 
     Returns:
-        o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; with ``return_aux`` a pair (o, `Aux`).
+        o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; with ``return_aux`` and ``return_index_loss`` a tuple of o,
+        `Aux` and the loss, as far as they are asked for.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
@@ -98,16 +111,33 @@ def nsa(
 
     Source: arXiv:2502.11089; for differences see the README.
     """
-    given = (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight, k_cmp, v_cmp, k_win, v_win)
+    given = (
+        q,
+        k,
+        v,
+        gate_weight,
+        gates,
+        compress_k_weight,
+        compress_v_weight,
+        k_cmp,
+        v_cmp,
+        k_win,
+        v_win,
+        q_index,
+        k_index,
+    )
     call = Call(*autocast.cast(*given), cu_seqlens, lists_in_int32(block_indices))
     static = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
+    of_index = dict(index_scale=index_scale, index_loss=return_index_loss)
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
+    if cp is not None and isinstance(config, NSAConfig):
+        require_published(config, "cp")
     if cp is not None:
         checks = partial(_check_options, call, **options), partial(check_shard, call, cp, **static)
         check_same_on_all_ranks(cp, checks, ragged=RAGGED, **call.arguments(), **static, **options)
     _check_options(call, **options)
     if cp is None:
-        spec = check_inputs(call, **static, backend=backend, validate=validate)
+        spec = check_inputs(call, **static, **of_index, backend=backend, validate=validate)
     else:
         better = backend != "reference" and gather.is_better(cp, call, config)
         if cp.mode_of(call.k.shape[-2], gather=better) == "heads":
@@ -118,14 +148,18 @@ def nsa(
         assert_numbers(call, max_seqlen=max_seqlen)
     with autocast.off(call.q.device):
         if cp is not None:
-            o, aux = gather.attend(cp, call, memory=memory, return_aux=return_aux)
+            (o, aux), sums = gather.attend(cp, call, memory=memory, return_aux=return_aux), None
         elif call.spec.backend == "reference":
             from nsa_layer import reference
 
-            o, aux = reference.attend(call)
+            o, aux, sums = reference.attend_with_loss(call)
         else:
-            o, aux = operators.attend(call, memory=memory, return_aux=return_aux)
-    return (o, aux) if return_aux else o
+            o, aux, sums = operators.attend(call, memory=memory, return_aux=return_aux)
+    results = [o, aux] if return_aux else [o]
+    if return_index_loss:
+        total = sums[1].detach()
+        results.append(sums[0] / total.masked_fill(total == 0, 1))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _check_options(call: Call, *, backend: str | None, memory: MemoryPolicy, return_aux: bool, validate: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_layer import checks
-from nsa_layer.call import DIFFERENTIABLE, CallSpec, require_choice_by_token
+from nsa_layer.call import OF_CACHES, CallSpec, require_choice_by_token
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.derivatives import is_transformed
 
@@ -112,7 +112,7 @@ def check_call(call: CachedCall, *, backend: str | None = "reference", validate:
         for name in names:
             checks.check_tensor(name, getattr(call, name), q, sizes, layout)
 
-    check("q", sizes=(sizes := {}))
+    check("q", sizes=(sizes := dict(branches=len(config.branches))))
     if call.packed:
         checks.check_starts(call.cu_seqlens_q, "cu_seqlens_q")
     else:
@@ -136,7 +136,7 @@ def check_call(call: CachedCall, *, backend: str | None = "reference", validate:
     spec = spec_of(call, checks.check_scale(call.softmax_scale, q.shape[-1]), backend=backend, validate=validate)
     if call.packed and spec.lengths is not None:
         sizes["blocks"] = sum(map(call.most_completed, spec.lengths))
-    for name in (*DIFFERENTIABLE[1:], "out"):
+    for name in (*OF_CACHES[1:], "out"):
         check(name, sizes=dict(sizes))
     _check_new(call)
     if call.out is not None:
@@ -171,6 +171,7 @@ def spec_of(call: CachedCall, softmax_scale: float, *, backend: str | None, vali
 def _check_options(call: CachedCall) -> None:
     config = call.config
     checks.require_config(config)
+    checks.require_published(config, "nsa_with_kvcache")
     if call.block_indices is None:
         require_choice_by_token(config, "nsa_with_kvcache")
     if config.offset < config.span - 1:

@@ -10,9 +10,6 @@ import torch
 
 from nsa_layer.config import NSAConfig
 
-BRANCHES = ("compressed", "selected", "window")
-SELECTED_ALONE = ("selected",)
-
 
 @dataclass(frozen=True)
 class CallSpec:
@@ -27,9 +24,10 @@ class CallSpec:
         listed: the lists of blocks are the caller's.
         bound: tokens at most of a packed sequence, where the host does not know the lengths; else None. With
             ``lengths_k`` of its queries.
-        branches: that are computed: all, of which one without a size is none, or the selected one alone, which is
-            `selected_attention`.
+        alone: the selected branch alone, by lists of the caller and without gates: `selected_attention`.
         backend: that computes them.
+        index_scale: the factor of q_index . k_index; None without an index.
+        index_loss: the sums of the index' loss are computed.
         window: of each packed sequence, or of a batch for all, (keys, position of the first query among them) of the
             sliding window, where ``k_win`` and ``v_win`` have other rows than k and v; else None.
     """
@@ -42,8 +40,10 @@ class CallSpec:
     listed: bool = False
     bound: int | None = None
     window: tuple[tuple[int, int], ...] | None = None
-    branches: tuple[str, ...] = BRANCHES
+    alone: bool = False
     backend: str = "cute"
+    index_scale: float | None = None
+    index_loss: bool = False
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:
@@ -84,6 +84,8 @@ class Call(NamedTuple):
     v_cmp: torch.Tensor | None = None
     k_win: torch.Tensor | None = None
     v_win: torch.Tensor | None = None
+    q_index: torch.Tensor | None = None
+    k_index: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
     block_indices: torch.Tensor | None = None
     q_offset: torch.Tensor | None = None
@@ -112,8 +114,8 @@ class Call(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """True if the selected branch is the only one, as in `selected_attention`."""
-        return self.spec.branches == SELECTED_ALONE
+        """True for `selected_attention`."""
+        return self.spec.alone
 
     @property
     def packed(self) -> bool:
@@ -124,6 +126,11 @@ class Call(NamedTuple):
     def of_window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the sliding window."""
         return self.k if self.k_win is None else self.k_win, self.v if self.v_win is None else self.v_win
+
+    @property
+    def index(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys of the index, in the accumulation dtype."""
+        return tuple(x.to(accumulation_dtype(x.dtype)) for x in (self.q_index, self.k_index))
 
     @property
     def has_own_window(self) -> bool:
@@ -158,7 +165,7 @@ class Call(NamedTuple):
         else:
             config, keys = spec.config, spec.key_lengths
             of_window = keys if spec.window is None else [length for length, _ in spec.window]
-            sizes = dict.fromkeys(("q", "gates"), spec.lengths) | dict.fromkeys(("k", "v"), keys)
+            sizes = dict.fromkeys(("q", "gates", "q_index"), spec.lengths) | dict.fromkeys(("k", "v", "k_index"), keys)
             sizes |= dict.fromkeys(("k_win", "v_win"), of_window)
             sizes |= dict.fromkeys(("k_cmp", "v_cmp"), tuple(map(config.compressed_length, keys)))
             sizes["block_indices"] = tuple(map(config.num_tiles, spec.lengths))
@@ -178,10 +185,20 @@ class Call(NamedTuple):
 
 
 TENSORS = Call._fields[:-1]
-DIFFERENTIABLE = TENSORS[:11]
+DIFFERENTIABLE = TENSORS[:13]
+OF_CACHES = TENSORS[:11]  # differentiable tensors that a call on caches has too
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
 STARTS = ("cu_seqlens", "cu_seqlens_k")
-OF_SEQUENCES = ("q", "k", "v", "gates", *OWN_KEYS, "block_indices")  # hold something for each sequence
+OF_SEQUENCES = (
+    "q",
+    "k",
+    "v",
+    "gates",
+    *OWN_KEYS,
+    "q_index",
+    "k_index",
+    "block_indices",
+)  # hold something for each sequence
 
 
 class Signature(NamedTuple):
@@ -220,9 +237,13 @@ class Saved(NamedTuple):
         k_mean, v_mean: the means of their blocks in fp32 where these are projected.
         o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
         lse_cmp, lse_slc, lse_swa: fp32 or fp64 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
-        g: the gates, fp32 or fp64 [..., Hq, 3]; None for equal shares.
+        g: the gates, fp32 or fp64 [..., Hq, branches]; None for equal shares.
+        index_scores: fp32 or fp64, of chosen blocks by an index, like `block_indices`; -inf for padding.
+        index_mass, index_tokens: for the index' loss: the selected branch's probability in each chosen block that is
+            not forced, a mean over the list's query heads, and the token of its score; like `block_indices`.
+        index_sums: [2], the loss' numerator and denominator.
 
-    Plain PyTorch keeps the selection, log-sum-exps and gates alone.
+    Plain PyTorch keeps the selection, log-sum-exps, gates and what is of an index.
     """
 
     block_indices: torch.Tensor | None = None
@@ -238,13 +259,21 @@ class Saved(NamedTuple):
     lse_slc: torch.Tensor | None = None
     lse_swa: torch.Tensor | None = None
     g: torch.Tensor | None = None
+    index_scores: torch.Tensor | None = None
+    index_mass: torch.Tensor | None = None
+    index_tokens: torch.Tensor | None = None
+    index_sums: torch.Tensor | None = None
 
     def aux(self, call: Call) -> Aux:
         """`Aux` of the call; a selection is [B, M, Hs, n]."""
         lists = self.block_indices if call.block_indices is None else call.block_indices
-        lse_swa = torch.full_like(self.lse_cmp, -torch.inf) if self.lse_swa is None else self.lse_swa
-        g = equal_gates(call.q) if self.g is None else self.g
-        return Aux(lists, g, self.lse_cmp, self.lse_slc, lse_swa)
+        lse_swa = self.lse_swa
+        if lse_swa is None and "window" in call.config.branches:
+            lse_swa = torch.full(
+                lse_shape(call.q), -torch.inf, dtype=accumulation_dtype(call.q.dtype), device=call.q.device
+            )
+        g = equal_gates(call.q, len(call.config.branches)) if self.g is None else self.g
+        return Aux(lists, g, self.lse_cmp, self.lse_slc, lse_swa, self.index_scores)
 
 
 @dataclass
@@ -257,16 +286,19 @@ class Aux:
             Hs, n], blocks counted from each sequence's start. Where the host does not know their lengths (in a graph,
             or with ``cu_seqlens`` on a GPU, on the kernels) they have the capacity for
             any: rows and columns of -1 at the end.
-        gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window.
+            None without the selected branch.
+        gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window, as far as they are there.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
-            sees no key, as everywhere with ``window_size=0``.
+            sees no key, as everywhere with ``window_size=0``; None for a branch that is not there.
+        index_scores: with ``rule="index"`` those of the chosen blocks, like `block_indices`, -inf for padding.
     """
 
-    block_indices: torch.Tensor
+    block_indices: torch.Tensor | None
     gates: torch.Tensor
-    lse_cmp: torch.Tensor
-    lse_slc: torch.Tensor
-    lse_swa: torch.Tensor
+    lse_cmp: torch.Tensor | None
+    lse_slc: torch.Tensor | None
+    lse_swa: torch.Tensor | None
+    index_scores: torch.Tensor | None = None
 
 
 def require_choice_by_token(config: NSAConfig, asked: str = "q_offset") -> None:
@@ -283,9 +315,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def equal_gates(q: torch.Tensor) -> torch.Tensor:
-    """Shares of 1/3 as a view of one number, in the accumulation dtype: q [..., Hq, D] -> [..., Hq, 3]."""
-    return q.new_full((), 1 / 3, dtype=accumulation_dtype(q.dtype)).expand(*q.shape[:-1], 3)
+def equal_gates(q: torch.Tensor, branches: int = 3) -> torch.Tensor:
+    """Equal shares as a view of one number, in the accumulation dtype: q [..., Hq, D] -> [..., Hq, branches]."""
+    return q.new_full((), 1 / branches, dtype=accumulation_dtype(q.dtype)).expand(*q.shape[:-1], branches)
 
 
 def lse_shape(q: torch.Tensor) -> tuple[int, ...]:

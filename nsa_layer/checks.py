@@ -11,7 +11,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.call import DIFFERENTIABLE, Call, CallSpec
-from nsa_layer.config import LARGEST, NSAConfig, require_bools
+from nsa_layer.config import BRANCHES, LARGEST, NSAConfig, require_bools
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPACITY = 1024
@@ -39,14 +39,16 @@ ARGUMENTS = {
     "q": Kind("tokens Hq D", ANY, dense=True, required=True),
     "k": Kind("keys Hkv D", Q, dense=True),
     "v": Kind("keys Hkv Dv", Q, dense=True),
-    "gate_weight": Kind("Hq 3 D", FLOAT),
-    "gates": Kind("tokens Hq 3", FLOAT),
+    "gate_weight": Kind("Hq branches D", FLOAT),
+    "gates": Kind("tokens Hq branches", FLOAT),
     "compress_k_weight": Kind("Hkv D D", FLOAT),
     "compress_v_weight": Kind("Hkv Dv Dv", FLOAT),
     "k_cmp": Kind("blocks Hkv D", Q, dense=True),
     "v_cmp": Kind("blocks Hkv Dv", Q, dense=True),
     "k_win": Kind("keys Hkv D", Q, dense=True),
     "v_win": Kind("keys Hkv Dv", Q, dense=True),
+    "q_index": Kind("tokens Hkv Di", Q, dense=True),
+    "k_index": Kind("keys Hi Di", Q, dense=True),
     "q_offset": Kind("sequences", INT32),
     "k_cache": Kind("rows S Hkv D", Q, dense=True, required=True),
     "v_cache": Kind("rows S Hkv Dv", Q, dense=True, required=True),
@@ -63,7 +65,12 @@ ARGUMENTS = {
 }
 BATCH = {"tokens": "B T", "keys": "B T", "blocks": "B Tc"}
 PACKED = {"tokens": "total", "keys": "total", "blocks": "blocks"}
-NO_EMPTY = ("q", "k", "v", "k_cache", "v_cache")
+NO_EMPTY = ("q", "k", "v", "q_index", "k_index", "k_cache", "v_cache")
+OF_BRANCHES = {
+    "compressed": ("compress_k_weight", "compress_v_weight", "k_cmp", "v_cmp"),
+    "selected": ("block_indices",),
+    "window": ("k_win", "v_win"),
+}
 
 # Everything that the checks read, of calls that passed: an equal call is not checked again.
 _passed: dict[Hashable, CallSpec] = {}
@@ -176,6 +183,8 @@ def _check(
     softmax_scale: float | None,
     max_seqlen: int | None,
     causal: bool,
+    index_scale: float | None = None,
+    index_loss: bool = False,
 ) -> CallSpec:
     q, k, v, cu_seqlens, block_indices = *call[:3], call.cu_seqlens, call.block_indices
     require_config(config)
@@ -194,19 +203,62 @@ def _check(
         sizes["blocks"] = sum(map(count, lengths))
     if call.has_own_window and not config.window_size:
         raise ValueError("k_win and v_win must be None where there is no window, got one with window_size=0")
+    sizes["branches"] = len(config.branches)
     for name in DIFFERENTIABLE[3:]:
         check_tensor(name, getattr(call, name), q, sizes, layout)
+    index_scale = _check_index(call, config, sizes, index_scale, index_loss, causal)
     if block_indices is not None:
         of = lengths if packed else q.shape[1:2]
         check_lists(block_indices, q, sizes["Hkv"], None if of is None else [*map(config.num_tiles, of)], packed=packed)
     scale, listed = check_scale(softmax_scale, sizes["D"]), block_indices is not None
-    return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)
+    by_index = dict(index_scale=index_scale, index_loss=index_loss)
+    return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound, **by_index)
+
+
+def _check_index(
+    call: Call, config: NSAConfig, sizes: dict[str, int], scale: float | None, loss: bool, causal: bool
+) -> float | None:
+    """The scale of an index in force; TypeError or ValueError where branches and tensors do not fit the rule."""
+    require_bools(return_index_loss=loss)
+    for branch, names in OF_BRANCHES.items():
+        if branch not in config.branches and (more := [name for name in names if getattr(call, name) is not None]):
+            raise ValueError(f"{more[0]} is of the {branch} branch, got branches={config.branches}")
+    if config.rule != "index":
+        if config.computes("selected") and not config.computes("compressed") and call.block_indices is None:
+            raise ValueError(
+                f"rule={config.rule!r} chooses blocks by the compressed branch, got branches={config.branches}; "
+                "add it, give block_indices, or use rule='index'"
+            )
+        for name, x in (("q_index", call.q_index), ("k_index", call.k_index), ("index_scale", scale)):
+            if x is not None:
+                raise ValueError(f"{name} is for rule='index', got it with rule={config.rule!r}")
+        if loss:
+            raise ValueError(f"return_index_loss is for rule='index', got it with rule={config.rule!r}")
+        return None
+    if call.q_index is None or call.k_index is None:
+        raise ValueError("rule='index' needs q_index and k_index, got None for one of them")
+    if not causal:
+        raise ValueError("rule='index' needs causal=True, got False")
+    if call.block_indices is not None:
+        raise ValueError("block_indices must be None with rule='index', whose lists are its choice")
+    if sizes["Hi"] not in (1, sizes["Hkv"]):
+        raise ValueError(f"k_index must have {sizes['Hkv']} heads, as k has, or 1, got {sizes['Hi']}")
+    return check_scale(scale, sizes["Di"], "index_scale")
 
 
 def require_config(config: object) -> None:
     """Raise TypeError unless it is an `NSAConfig`."""
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+
+
+def require_published(config: NSAConfig, asked: str) -> None:
+    """Raise NotImplementedError for what `nsa` alone does so far: an index, or branches left out."""
+    if config.rule == "index" or config.branches != BRANCHES:
+        raise NotImplementedError(
+            f"{asked} with rule={config.rule!r}, branches={config.branches}: `nsa` alone has an index, or leaves out "
+            "branches, so far; use rule='nsa' and all branches"
+        )
 
 
 def check_exclusive(given: Any) -> None:
@@ -281,14 +333,14 @@ def check_starts(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
         raise ValueError(f"{name} must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
 
 
-def check_scale(softmax_scale: float | None, D: int) -> float:
+def check_scale(softmax_scale: float | None, D: int, name: str = "softmax_scale") -> float:
     """The scale in force; TypeError or ValueError where it is none."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(D)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale must be a number or None, got {softmax_scale!r}")
+        raise TypeError(f"{name} must be a number or None, got {softmax_scale!r}")
     if not 2.0**-126 <= softmax_scale <= 2.0**126:  # the range of fp32, also in units of log2
-        raise ValueError(f"softmax_scale must be positive and finite in float32, got {softmax_scale}")
+        raise ValueError(f"{name} must be positive and finite in float32, got {softmax_scale}")
     return float(softmax_scale)
 
 

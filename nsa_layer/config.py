@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
-RULES = ("nsa", "seed")
+RULES = ("nsa", "index", "seed")
+BRANCHES = ("compressed", "selected", "window")
 LARGEST = 2**31 - 1  # positions are int32
 LONGEST_BLOCK = 1 << 20  # tokens
 WIDEST_TILE = 256
@@ -35,7 +36,9 @@ class NSAConfig:
             all these exceed ``block_counts``, the own block goes first, then newer before older. With 0 for both the
             own block is chosen like any other.
         deterministic: the same input gives the same bits twice, backward included.
-        rule: how blocks are chosen. "nsa": causally, for each key/value head; "seed": as `NSAConfig.seed` has it.
+        rule: how blocks are chosen. "nsa": causally, for each key/value head, by the compressed branch; "index": by the
+            largest score of a token of the block with ``q_index`` and ``k_index``; "seed": as `NSAConfig.seed` has it.
+        branches: that are computed, any of "compressed", "selected" and "window", kept in this order.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -53,6 +56,7 @@ class NSAConfig:
     local_blocks: int = 2
     deterministic: bool = False
     rule: str = "nsa"
+    branches: tuple[str, ...] = BRANCHES
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -61,6 +65,7 @@ class NSAConfig:
         require_int("init_blocks + local_blocks", self.init_blocks + self.local_blocks, least=0)
         require_bools(deterministic=self.deterministic)
         require_one_of("rule", self.rule, RULES)
+        self._check_branches()
         stride = self.stride
         for name, size in (("block_size", self.block_size), ("compress_size", self.span)):
             if size > LONGEST_BLOCK:
@@ -68,6 +73,22 @@ class NSAConfig:
             if size % stride:
                 raise ValueError(f"compress_stride must divide {name}, got compress_stride={stride}, {name}={size}")
         self._check_tile()
+
+    def _check_branches(self) -> None:
+        if not isinstance(self.branches, (tuple, list)):
+            raise TypeError(f"branches must be a tuple of str, got {self.branches!r}")
+        named = tuple(name for name in BRANCHES if name in self.branches)
+        if not named or len(named) != len(self.branches):
+            raise ValueError(
+                f"branches must be some of {', '.join(map(repr, BRANCHES))}, each once, got {self.branches}"
+            )
+        object.__setattr__(self, "branches", named)
+        if self.rule == "seed" and named != BRANCHES:
+            raise ValueError(f"rule='seed' needs all branches, got {named}")
+        if self.rule == "index" and "selected" not in named:
+            raise ValueError(f"rule='index' chooses blocks of the selected branch, got branches={named}")
+        if self.rule == "index" and self.q_tile != 1:
+            raise ValueError(f"rule='index' needs q_tile=1, got {self.q_tile}")
 
     def _check_tile(self) -> None:
         if self.q_tile > WIDEST_TILE or self.q_tile & (self.q_tile - 1):
@@ -106,18 +127,23 @@ class NSAConfig:
 
     @property
     def num_branches(self) -> int:
-        """Branches that are computed: compressed, selected and, unless ``window_size`` is 0, sliding window."""
-        return 3 if self.window_size else 2
+        """Branches that are computed: a window of 0 tokens is not."""
+        return len(self.branches) - (not self.window_size and "window" in self.branches)
+
+    def computes(self, branch: str) -> bool:
+        """True if a branch is there, and a window has tokens."""
+        return branch in self.branches and (branch != "window" or self.window_size > 0)
 
     @property
     def by_token(self) -> bool:
-        """True if each query chooses its own blocks, by the compressed branch's probabilities."""
-        return self.q_tile == 1 and self.rule == "nsa"
+        """True if each query chooses its own blocks."""
+        return self.q_tile == 1 and self.rule != "seed"
 
     @property
     def chooses_own(self) -> bool:
-        """True if a causal tile's own blocks, which are not complete, are candidates: no block is forced."""
-        return self.rule == "nsa" and not self.init_blocks and not self.local_blocks
+        """True if a causal tile's own blocks, which are not complete, are candidates: an index scores them; else they
+        are where no block is forced."""
+        return self.rule == "index" or self.rule == "nsa" and not self.init_blocks and not self.local_blocks
 
     @property
     def forces_too_many(self) -> bool:

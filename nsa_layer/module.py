@@ -13,7 +13,15 @@ from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.block_mlp import BlockMLP, Compressors, compress_blocks, compress_sequences, compressed
 from nsa_layer.call import Aux
-from nsa_layer.checks import BATCH, PACKED, check_starts, check_tensor, leaves_starts_on_gpu, require_config
+from nsa_layer.checks import (
+    BATCH,
+    PACKED,
+    check_starts,
+    check_tensor,
+    leaves_starts_on_gpu,
+    require_config,
+    require_published,
+)
 from nsa_layer.config import NSAConfig, require_bools, require_int, require_one_of
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
 from nsa_layer.context_parallel.halo import compress_shard
@@ -136,6 +144,7 @@ class NSAttention(Branches):
         super().__init__()
         _check_sizes(dim, num_heads, num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
         require_config(config)
+        require_published(config, "NSAttention")
         require_one_of("compression", compression, COMPRESSIONS)
         require_one_of("gate", gate, GATES)
         require_bools(kv_per_branch=kv_per_branch)

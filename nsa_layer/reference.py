@@ -7,6 +7,7 @@ dtype of the inputs it is the straightforward implementation whose error the oth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,9 @@ from nsa_layer.call import (
     mean_scale,
     require_choice_by_token,
 )
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import BRANCHES, NSAConfig
+
+SELECTED = BRANCHES[1]
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,7 @@ def selection_scores(
         complete = complete & (start <= last if config.rule == "seed" else start + size - 1 <= first)
     in_tile = (start + size > first) & (start <= last)
     candidates = complete | in_tile if causal and config.chooses_own else complete
-    back = first // size - start // size  # blocks from a block to the tile's first one
-    forced = (back < config.local_blocks) & (start <= last) if config.local_blocks else torch.zeros_like(in_tile)
-    forced = forced | ((start // size < config.init_blocks) & ((start <= last) | (not causal)))
-    # The own block goes first, then newer before older; without the causal mask those behind the own one last.
-    order = start.where(start <= last, -start).masked_fill(~forced, -1 - S)
-    forced = forced & (order.argsort(-1, descending=True).argsort(-1) < config.block_counts)
+    forced = forced_blocks(first, last, start, S, config=config, causal=causal)
     complete, candidates, forced = (x.unsqueeze(1) for x in (complete, candidates, forced))
     if config.by_token:
         static = dict(blocks=len(start), config=config, causal=causal, softmax_scale=softmax_scale)
@@ -119,6 +117,23 @@ def selection_scores(
         p = values.masked_fill(~complete, -torch.inf).softmax(-1).masked_fill(~complete, 0)
         values = p.unflatten(1, (-1, group)).sum(2)
     return SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced)
+
+
+def forced_blocks(
+    first: torch.Tensor, last: torch.Tensor, start: torch.Tensor, S: int, *, config: NSAConfig, causal: bool
+) -> torch.Tensor:
+    """Blocks that are listed in any case, ``block_counts`` at most: bool [M, N].
+
+    Args:
+        first, last: [M, 1], tokens of each tile; start: [N], of each block.
+    """
+    size = config.block_size
+    back = first // size - start // size  # blocks from a block to the tile's first one
+    forced = (back < config.local_blocks) & (start <= last) & (config.local_blocks > 0)
+    forced = forced | ((start // size < config.init_blocks) & ((start <= last) | (not causal)))
+    # The own block goes first, then newer before older; without the causal mask those behind the own one last.
+    order = start.where(start <= last, -start).masked_fill(~forced, -1 - S)
+    return forced & (order.argsort(-1, descending=True).argsort(-1) < config.block_counts)
 
 
 def token_importance(
@@ -154,6 +169,82 @@ def token_importance(
     for covered in range(0, config.span, config.stride):
         importance = importance.index_add(-1, (start + covered) // config.block_size, p)
     return importance
+
+
+def index_scores(
+    q_index: torch.Tensor, k_index: torch.Tensor, *, config: NSAConfig, softmax_scale: float, q_offset: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index' score of every block for every query: its largest token score, among tokens that the query sees.
+
+    Args:
+        q_index: [T, Hs, Di]; k_index: [S, Hs, Di], or one key for all lists [S, 1, Di].
+
+    Returns:
+        [T, Hs, blocks] in the accumulation dtype, differentiable, -inf where a query sees no token of the block; and
+        the token that has it, the first of several.
+    """
+    dtype, S, size = accumulation_dtype(q_index.dtype), k_index.shape[0], config.block_size
+    keys = k_index.to(dtype).expand(-1, q_index.shape[1], -1)
+    z = torch.einsum("thd,shd->ths", q_index.to(dtype), keys) * softmax_scale
+    t, s = torch.arange(z.shape[0], device=z.device) + q_offset, torch.arange(S, device=z.device)
+    z = z.masked_fill(s > t[:, None, None], -torch.inf)
+    z = F.pad(z, (0, config.num_blocks(S) * size - S), value=-torch.inf).unflatten(-1, (-1, size))
+    best = (z == z.amax(-1, keepdim=True)).int().argmax(-1, keepdim=True)
+    first = torch.arange(z.shape[-2], device=z.device) * size
+    return z.gather(-1, best).squeeze(-1), best.squeeze(-1) + first
+
+
+@torch.no_grad()
+def index_selection(
+    q_index: torch.Tensor, k_index: torch.Tensor, *, config: NSAConfig, softmax_scale: float, q_offset: int = 0
+) -> SelectionScores:
+    """`selection_scores` by `index_scores`: every block that has begun is a candidate, a query's own among them."""
+    S = k_index.shape[0]
+    t = torch.arange(q_index.shape[0], device=q_index.device)[:, None] + q_offset
+    start = torch.arange(config.num_blocks(S), device=t.device) * config.block_size
+    values, _ = index_scores(q_index, k_index, config=config, softmax_scale=softmax_scale, q_offset=q_offset)
+    forced = forced_blocks(t, t, start, S, config=config, causal=True)
+    return SelectionScores(values, (start <= t).unsqueeze(1), forced.unsqueeze(1))
+
+
+def index_loss_sums(scores: torch.Tensor, mass: torch.Tensor, free: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numerator and denominator of the index' loss: KL(m / M | softmax of the scores over free chosen blocks), times M.
+
+    Args:
+        scores: [T, Hs, blocks], of `index_scores`.
+        mass: the selected branch's probability in each block, the mean over a list's query heads: a constant, m.
+        free: bool [T, Hs, blocks], chosen blocks that are not forced.
+    """
+    m = mass.detach().masked_fill(~free, 0)
+    total = m.sum(-1, keepdim=True)
+    counts = free & (m > 0)  # log 0 would stand beside m = 0
+    empty = ~free.any(-1, keepdim=True)
+    log_pi = scores.masked_fill(~free, -torch.inf).masked_fill(empty, 0).log_softmax(-1).masked_fill(~counts, 0)
+    log_m = (m / total.masked_fill(total == 0, 1)).masked_fill(~counts, 1).log()
+    return (m * (log_m - log_pi)).sum(), total.sum()
+
+
+@torch.no_grad()
+def block_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    visible: torch.Tensor,
+    lse: torch.Tensor,
+    Hs: int,
+    *,
+    config: NSAConfig,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """The selected branch's probability in each block, the mean over a list's query heads: [T, Hs, blocks].
+
+    Args:
+        q: [T, Hq, D]; k: [S, Hkv, D]; visible: bool [Hs, T, S]; lse: [Hq, T], of the branch.
+    """
+    keys, S, N = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1), k.shape[0], config.num_blocks(k.shape[0])
+    p = torch.einsum("thd,shd->hts", q, keys).to(lse.dtype) * softmax_scale - lse.unsqueeze(-1)
+    p = p.exp().masked_fill(~visible.repeat_interleave(q.shape[1] // Hs, dim=0), 0)
+    p = F.pad(p, (0, N * config.block_size - S)).unflatten(-1, (N, -1)).sum(-1)
+    return p.unflatten(0, (Hs, -1)).mean(1).transpose(0, 1)
 
 
 def select_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> torch.Tensor:
@@ -230,18 +321,23 @@ def attention(
 
 
 def gate_values(
-    q: torch.Tensor, gate_weight: torch.Tensor | None = None, gates: torch.Tensor | None = None
+    q: torch.Tensor, gate_weight: torch.Tensor | None = None, gates: torch.Tensor | None = None, branches: int = 3
 ) -> torch.Tensor:
-    """The weights of the branches: [..., T, Hq, 3] in the accumulation dtype, for q [..., T, Hq, D]."""
+    """The weights of the branches: [..., T, Hq, branches] in the accumulation dtype, for q [..., T, Hq, D]."""
     dtype = accumulation_dtype(q.dtype)
     if gates is not None:
         return gates.to(dtype)
     if gate_weight is None:
-        return torch.full((*q.shape[:-1], 3), 1 / 3, dtype=dtype, device=q.device)
+        return torch.full((*q.shape[:-1], branches), 1 / branches, dtype=dtype, device=q.device)
     return torch.einsum("...hd,hid->...hi", q.to(dtype), gate_weight.to(dtype)).sigmoid()
 
 
 def attend(call: Call) -> tuple[torch.Tensor, Aux]:
+    """`attend_with_loss` without the loss."""
+    return attend_with_loss(call)[:2]
+
+
+def attend_with_loss(call: Call) -> tuple[torch.Tensor, Aux, torch.Tensor | None]:
     """The whole operator.
 
     Args:
@@ -249,23 +345,31 @@ def attend(call: Call) -> tuple[torch.Tensor, Aux]:
             have a length of their own, packed ``spec.lengths_k``. Lists of the caller replace the selection.
 
     Returns:
-        o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
+        o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, `Aux`, and the sums of an index' loss, or None.
     """
-    branches, lses, block_indices = attend_branches(call)
-    g = gate_values(call.q, call.gate_weight, call.gates)
-    o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches))
-    return o.to(call.q.dtype), Aux(block_indices, g.detach(), *(lse.detach() for lse in lses))
+    branches, lses, block_indices, scores, sums = _attend(call)
+    g = gate_values(call.q, call.gate_weight, call.gates, len(call.config.branches))
+    o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches.values()))
+    of_lses = (lses[name].detach() if name in lses else None for name in BRANCHES)
+    scores = None if scores is None else scores.detach()
+    return o.to(call.q.dtype), Aux(block_indices, g.detach(), *of_lses, scores), sums
 
 
 def attend_branches(
     call: Call,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The branches of ``spec`` before the gate; arguments as for `attend`, or as `selected_attention` has checked them.
+    """The branches before the gate; arguments as for `attend`, or as `selected_attention` has checked them.
 
     Returns:
         Their outputs, shaped like that of `attend`, without a window two; their LSEs, with one for no window, and the
         selected blocks, shaped as in `Aux`; the LSEs are differentiable here.
     """
+    branches, lses, block_indices, _, _ = _attend(call)
+    return list(branches.values()), list(lses.values()), block_indices
+
+
+def _attend(call: Call) -> tuple[Any, ...]:
+    """Outputs and LSEs by branch, blocks and their scores, and the sums of an index' loss."""
     spec, packed, sequences = call.spec, call.spec.lengths is not None, list(call.sequences())
     width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else call.k.shape[1])
     if call.q_offset is None:
@@ -276,37 +380,61 @@ def attend_branches(
             require_choice_by_token(spec.config)
     pairs = zip(sequences, offsets, strict=True)
     results = [_attend_sequence(x, width, q_offset) for x, q_offset in pairs if len(x.q)]
-    branches, lses, lists = zip(*results, strict=True)
-    branches = [(torch.cat if packed else torch.stack)(o) for o in zip(*branches, strict=True)]
-    lses = [torch.cat(lse, dim=-1) if packed else torch.stack(lse) for lse in zip(*lses, strict=True)]
-    return branches, lses, (torch.cat if packed else torch.stack)(lists)
+    branches, lists, scores, sums = zip(*results, strict=True)
+
+    def joined(parts: Any, dim: int = 0) -> torch.Tensor | None:
+        return None if parts[0] is None else torch.cat(parts, dim) if packed else torch.stack(parts)
+
+    names, sums = branches[0], None if sums[0] is None else torch.stack(sums).sum(0)
+    lses = {name: joined([of[name][1] for of in branches], -1) for name in names}
+    # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
+    outputs = {
+        name: joined([of[name][0] for of in branches])
+        for name in names
+        if name == SELECTED or spec.config.computes(name)
+    }
+    return outputs, lses, joined(lists), joined(scores), sums
 
 
-def _attend_sequence(
-    call: Call, width: int, q_offset: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The branches' outputs and LSEs, and the selected blocks [M, Hs, width], for one sequence [T, H, D]."""
+def _attend_sequence(call: Call, width: int, q_offset: int) -> tuple[Any, ...]:
+    """The branches' outputs and LSEs, the selected blocks [M, Hs, width], with an index their scores, and the sums of
+    its loss, for one sequence [T, H, D]."""
     q, k, v, block_indices, k_cmp, v_cmp = *call[:3], call.block_indices, call.k_cmp, call.v_cmp
     spec, config, T, S = call.spec, call.config, q.shape[0], k.shape[0]
     scale = dict(softmax_scale=spec.softmax_scale)
     static = dict(config=config, causal=spec.causal, q_offset=q_offset)
     if call.alone:
         o, lse = attention(q, k, v, selected_mask(block_indices, T, **static, S=S), **scale)
-        return [o], [lse], block_indices
-    k_cmp = compress(k, call.compress_k_weight, config=config) if k_cmp is None else k_cmp
-    v_cmp = compress(v, call.compress_v_weight, config=config) if v_cmp is None else v_cmp
-    if block_indices is None:
-        scored = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
-        scores = selection_scores(q, scored, **static, S=S, **scale)
-        block_indices = select_blocks(scores, config=config, width=width)
-    masked = (
-        (k_cmp.to(k.dtype), v_cmp.to(v.dtype), compressed_mask(T, k_cmp.shape[0], **static, device=q.device)),
-        (k, v, selected_mask(block_indices, T, **static, S=S)),
-        (*call.of_window, window_mask(T, **static, S=S, device=q.device)),
-    )
-    results = [attention(q, keys, values, mask, **scale) for keys, values, mask in masked]
-    # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
-    return [o for o, _ in results[: config.num_branches]], [lse for _, lse in results], block_indices
+        return {SELECTED: (o, lse)}, block_indices, None, None
+    found, listed_scores, sums = {}, None, None
+    if "compressed" in config.branches:
+        k_cmp = compress(k, call.compress_k_weight, config=config) if k_cmp is None else k_cmp
+        v_cmp = compress(v, call.compress_v_weight, config=config) if v_cmp is None else v_cmp
+        visible = compressed_mask(T, k_cmp.shape[0], **static, device=q.device)
+        found["compressed"] = attention(q, k_cmp.to(k.dtype), v_cmp.to(v.dtype), visible, **scale)
+    if SELECTED in config.branches:
+        by_index = dict(config=config, softmax_scale=spec.index_scale, q_offset=q_offset)
+        if config.rule == "index":
+            scores = index_selection(call.q_index, call.k_index, **by_index)
+        elif block_indices is None:
+            scored = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
+            scores = selection_scores(q, scored, **static, S=S, **scale)
+        if block_indices is None:
+            block_indices = select_blocks(scores, config=config, width=width)
+        if config.rule == "index":
+            of_lists = scores.values.gather(-1, block_indices.clamp(min=0).long())
+            listed_scores = of_lists.masked_fill(block_indices < 0, -torch.inf)
+        visible = selected_mask(block_indices, T, **static, S=S)
+        found[SELECTED] = attention(q, k, v, visible, **scale)
+        if spec.index_loss:
+            mass = block_mass(q, k, visible, found[SELECTED][1], len(scores.values[0]), config=config, **scale)
+            listed = (block_indices.unsqueeze(-1) == torch.arange(mass.shape[-1], device=q.device)).any(-2)
+            z, _ = index_scores(call.q_index, call.k_index, **by_index)
+            sums = torch.stack(index_loss_sums(z, mass, listed & ~scores.forced))
+    if "window" in config.branches:
+        visible = window_mask(T, **static, S=S, device=q.device)
+        found["window"] = attention(q, *call.of_window, visible, **scale)
+    return found, block_indices, listed_scores, sums
 
 
 def attend_selected(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

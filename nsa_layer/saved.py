@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from nsa_layer.call import Call, Saved, accumulation_dtype, lse_shape
+from nsa_layer.config import BRANCHES
 from nsa_layer.support import reads_unions
 
 Tensor, Shape = torch.Tensor, tuple[int, ...]
@@ -24,10 +25,16 @@ def saved_shapes(call: Call, *, kept: Sequence[bool], exact: bool = False) -> Sa
     if call.alone:
         return Saved(lse_slc=lse)
     tiles, blocks, n = _counts(call, exact=exact)
-    found = dict(lse_cmp=lse, lse_slc=lse, lse_swa=lse if config.window_size else None)
+    branches = zip(("lse_cmp", "lse_slc", "lse_swa"), BRANCHES)
+    found = {name: lse for name, branch in branches if config.computes(branch)}
     if call.gate != "none":
-        found["g"] = ((*q.shape[:-1], 3), exactly)
-    if call.block_indices is None:
+        found["g"] = ((*q.shape[:-1], len(config.branches)), exactly)
+    if config.rule == "index" and call.block_indices is None:
+        of_lists = (*lead, tiles, Hkv, n)
+        found["index_scores"] = (of_lists, exactly)
+        if spec.index_loss:
+            found |= dict(index_mass=(of_lists, exactly), index_tokens=(of_lists, whole), index_sums=((2,), exactly))
+    if call.block_indices is None and config.computes("selected"):
         found["block_indices"] = ((*lead, tiles, q.shape[-2] if config.rule == "seed" else Hkv, n), whole)
     if spec.backend != "cute":
         return Saved(**found)

@@ -9,7 +9,7 @@ import torch
 
 from nsa_layer import autocast, operators, support
 from nsa_layer.asserted import assert_numbers
-from nsa_layer.call import SELECTED_ALONE, Call, CallSpec
+from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import (
     check_lengths,
     check_lists,
@@ -127,7 +127,7 @@ def selected_attention(
     if known or q_tile is None:
         q_tile = _tile_of(block_indices, of_q or q.shape[-3:-2], packed)
     config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
-    static = dict(lengths=of_q, lengths_k=of_k, listed=True, bound=bound, branches=SELECTED_ALONE)
+    static = dict(lengths=of_q, lengths_k=of_k, listed=True, bound=bound, alone=True)
     call = call._replace(spec=CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), **static))
     check_lists(block_indices, q, k.shape[-2], call.num_lists if known else None, packed=packed)
     sequences = cu_seqlens.shape[0] - 1 if packed else q.shape[0]
@@ -149,7 +149,7 @@ def selected_attention(
 
             o, lse = reference.attend_selected(call)
         else:
-            o, lse = operators.attend(call)
+            o, lse, _ = operators.attend(call)
     return (o, lse.detach()) if return_lse else o
 
 

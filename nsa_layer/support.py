@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from nsa_layer.call import Call
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import BRANCHES, NSAConfig
 
 BACKENDS = {
     "cute": "nsa_layer.cute.pages",
@@ -161,6 +161,8 @@ FEATURES = (
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
+    Feature("rule='index'", lambda r: r.config.rule == "index", ()),
+    Feature("branches left out", lambda r: r.config.branches != BRANCHES, ()),
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
     Feature("nsa_with_kvcache", lambda r: r.cached),
     Feature("packed sequences", lambda r: False),

@@ -76,7 +76,7 @@ def empty_cache() -> NSACache:
     return NSACache(**cache_arguments("cpu"))
 
 
-SIZES = dict(B=B, T=T, S=32, Hq=HQ, Hkv=HKV, D=D, Dv=DV, Tc=5, Sc=8)
+SIZES = dict(B=B, T=T, S=32, Hq=HQ, Hkv=HKV, D=D, Dv=DV, Tc=5, Sc=8, Hi=HKV, Di=4, branches=3)
 SIZES |= dict(sequences=B, rows=B, rows_cmp=B, pages=1, cmp_pages=1)
 
 
@@ -322,7 +322,7 @@ OF_CONFIG = (
     ("deterministic", *NOT_A_BOOL, NAN),
     *not_a_size("window_size init_blocks local_blocks", least=0),
     ("init_blocks", ValueError, r"init_blocks \+ local_blocks must be at most 2147483647, got", 2**31 - 1),
-    ("rule", ValueError, "rule must be one of 'nsa', 'seed', got", "logit", None, 1, NAN),
+    ("rule", ValueError, "rule must be one of 'nsa', 'index', 'seed', got", "logit", None, 1, NAN),
     ("rule", ValueError, "rule='seed' needs .* local_blocks, got 8, 15, 1 and 2", "seed"),
     ("block_sizes", TypeError, "unexpected keyword argument 'block_sizes'", 64),
     ("force_blocks", TypeError, "unexpected keyword argument 'force_blocks'", True),

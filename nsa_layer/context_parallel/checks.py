@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa_layer.call import SELECTED_ALONE, Call, CallSpec
+from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import (
     check_inputs,
     check_lengths,
@@ -181,7 +181,7 @@ def check_list_shard(
         q_tile = fit[0]
     config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
     spec, layouts = check_shard(call, cp, config=config, **options)
-    return replace(spec, branches=SELECTED_ALONE), layouts
+    return replace(spec, alone=True), layouts
 
 
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:

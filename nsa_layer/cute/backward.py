@@ -81,7 +81,7 @@ def backward(
             do_group = narrow(do, -2, query)
             rest.append(backward_group(part, varlen, of_group, do_group, *into, window_adds=window is not None))
     rest = (joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2)))
-    return dq, *of_keys[:2], *rest, *(of_keys[2:] if window is None else (None, None))
+    return dq, *of_keys[:2], *rest, *(of_keys[2:] if window is None else (None, None)), None, None
 
 
 def backward_group(

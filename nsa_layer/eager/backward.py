@@ -16,6 +16,7 @@ from nsa_layer.call import (
 )
 from nsa_layer.eager.chunk_attention import attend_chunks_backward, visible_compressed, visible_window
 from nsa_layer.eager.forward import batches, compressed, to_compute_dtype
+from nsa_layer.eager.index import is_free, loss_backward
 from nsa_layer.eager.list_attention import attend_lists_backward
 from nsa_layer.eager.pooling import mean_pool_backward
 from nsa_layer.profiler_ranges import component
@@ -33,12 +34,14 @@ def backward(
     o: Tensor | None = None,
     dq: Tensor | None = None,
     window: slice | None = None,
+    d_sums: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the differentiable tensors, in their dtypes; None for a tensor that is None.
 
     Args:
         plan, o, dq: not read; outputs are computed again.
         window: as in `nsa_layer.cute.backward.backward`.
+        d_sums: the gradient of ``saved.index_sums``, of which the first number counts.
     """
     spec, lists, acc = call.spec, saved.block_indices, accumulation_dtype(do.dtype)
     inputs, call = call.differentiable, call._replace(block_indices=lists) if call.block_indices is None else call
@@ -46,15 +49,27 @@ def backward(
     if window is not None:
         sums = sums._replace(k_win=sums.k[..., window, :, :], v_win=sums.v[..., window, :, :])
     lses = (x if x is None else x.mT for x in (saved.lse_cmp, saved.lse_slc, saved.lse_swa))
-    packed, rows, begin = spec.lengths is not None, (do, saved.g, *lses), 0
+    packed, rows, begin = spec.lengths is not None, (do, saved.g, *lses, saved.index_mass, saved.index_tokens), 0
     for (batch, *offsets), (sums_i, *_) in zip(batches(call), batches(sums), strict=True):
         end = begin + batch.q.shape[packed]
         rows_i = (x if x is None else x[None, begin:end] if packed else x[begin:end] for x in rows)
-        _backward_batch(batch, *rows_i, sums_i, *offsets)
+        do_i, g, lse_cmp, lse_slc, lse_swa, mass, tokens = rows_i
+        _backward_batch(batch, do_i, g, lse_cmp, lse_slc, lse_swa, sums_i, *offsets)
+        if d_sums is not None:
+            _backward_index(batch, d_sums[0], mass, tokens.long(), sums_i, offsets[0])
         begin = end
     if window is not None:
         sums = sums._replace(k_win=None, v_win=None)
     return tuple(None if total is None else total.to(x.dtype) for total, x in zip(sums.differentiable, inputs))
+
+
+def _backward_index(batch: Call, d: Tensor, mass: Tensor, tokens: Tensor, sums: Call, q_offset: int) -> None:
+    """Add the gradients of ``d`` times the numerator of the index' loss."""
+    t = torch.arange(batch.q.shape[1], device=d.device)[:, None] + q_offset
+    free = is_free(batch.block_indices, t, batch.config)
+    with component("index"):
+        grads = loss_backward(d, *batch.index, mass, tokens, free, batch.spec.index_scale)
+    _add((sums.q_index, sums.k_index), grads)
 
 
 def _backward_batch(
@@ -62,13 +77,13 @@ def _backward_batch(
     do: Tensor,
     g: Tensor | None,
     lse_cmp: Tensor | None,
-    lse_slc: Tensor,
+    lse_slc: Tensor | None,
     lse_swa: Tensor | None,
     sums: Call,
     q_offset: int,
     window_offset: int,
 ) -> None:
-    """Add the gradients of a batch of `batches` to ``sums``; g is [B, T, Hq, 3], the LSEs are [B, T, Hq]."""
+    """Add the gradients of a batch of `batches` to ``sums``; g is [B, T, Hq, branches], the LSEs are [B, T, Hq]."""
     (q, k, v, do), lists, spec = map(to_compute_dtype, (*batch[:3], do)), batch.block_indices, batch.spec
     config = spec.config
     where, scale = dict(spec=spec, q_offset=q_offset), dict(softmax_scale=spec.softmax_scale)
@@ -77,29 +92,34 @@ def _backward_batch(
             *grads, _ = attend_lists_backward(do, q, k, v, lists, lse_slc, torch.ones_like(lse_slc), **where)
         _add(sums[:3], grads)
         return
-    g_cmp, g_slc, g_swa = (equal_gates(q) if g is None else g).unbind(-1)
-    with component("compress"):
-        (k_mean, _, k_cmp), (v_mean, _, v_cmp) = (compressed(batch, name) for name in "kv")
-    with component("cmp"):
-        visible = visible_compressed(spec, q_offset, k_cmp.shape[1])
-        dq, dk_cmp, dv_cmp, dg_cmp = attend_chunks_backward(do, q, k_cmp, v_cmp, visible, lse_cmp, g_cmp, **scale)
-    sums.q.add_(dq)
-    with component("slc"):
-        *grads, dg_slc = attend_lists_backward(do, q, k, v, lists, lse_slc, g_slc, **where)
-    _add(sums[:3], grads)
-    dg_swa = torch.zeros_like(dg_cmp)
-    if config.window_size:
+    gates = dict(zip(config.branches, (equal_gates(q, len(config.branches)) if g is None else g).unbind(-1)))
+    dg = {name: torch.zeros(q.shape[:-1], dtype=sums.q.dtype, device=q.device) for name in gates}
+    if config.computes("compressed"):
+        with component("compress"):
+            (k_mean, _, k_cmp), (v_mean, _, v_cmp) = (compressed(batch, name) for name in "kv")
+        with component("cmp"):
+            visible, of = visible_compressed(spec, q_offset, k_cmp.shape[1]), (lse_cmp, gates["compressed"])
+            dq, dk_cmp, dv_cmp, dg["compressed"] = attend_chunks_backward(do, q, k_cmp, v_cmp, visible, *of, **scale)
+        sums.q.add_(dq)
+    if config.computes("selected"):
+        with component("slc"):
+            of = lists, lse_slc, gates["selected"]
+            *grads, dg["selected"] = attend_lists_backward(do, q, k, v, *of, **where)
+        _add(sums[:3], grads)
+    if config.computes("window"):
         with component("swa"):
             keys, visible = map(to_compute_dtype, batch.of_window), visible_window(spec, window_offset)
-            *grads, dg_swa = attend_chunks_backward(do, q, *keys, visible, lse_swa, g_swa, **scale)
+            *grads, dg["window"] = attend_chunks_backward(do, q, *keys, visible, lse_swa, gates["window"], **scale)
         _add((sums.q, *sums.of_window), grads)
     with component("gate"):
-        dg = torch.stack([dg_cmp, dg_slc, dg_swa], -1)
+        dg = torch.stack([*dg.values()], -1)
         if batch.gates is not None:
             sums.gates.add_(dg)
         elif batch.gate_weight is not None:
             dq, dw = project_backward(dg * g * (1 - g), batch.q.to(g.dtype), batch.gate_weight.mT)
             _add((sums.q, sums.gate_weight), (dq, dw.mT))
+    if not config.computes("compressed"):
+        return
     with component("compress"):
         for name, mean, d in (("k", k_mean, dk_cmp), ("v", v_mean, dv_cmp)):
             if mean is None:

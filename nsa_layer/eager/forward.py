@@ -18,7 +18,9 @@ from nsa_layer.call import (
     equal_gates,
     require_choice_by_token,
 )
+from nsa_layer.config import BRANCHES
 from nsa_layer.eager.chunk_attention import attend_chunks, visible_compressed, visible_window
+from nsa_layer.eager.index import free_mass, is_free, loss_sums
 from nsa_layer.eager.list_attention import attend_lists
 from nsa_layer.eager.pooling import mean_pool
 from nsa_layer.eager.select_blocks import select_blocks
@@ -26,6 +28,7 @@ from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
 
 Tensor = torch.Tensor
+LSES = ("lse_cmp", "lse_slc", "lse_swa")
 
 
 @torch.no_grad()
@@ -48,14 +51,16 @@ def forward(call: Call, *, plan: object = None, backward: bool = True, o: Tensor
     results = [_forward_batch(batch, width, *offsets) for batch, *offsets in batches(call)]
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-        if parts[0] is None:
+        if parts[0] is None or parts[0].dim() == 1:
             return None
         parts = parts if spec.lengths is None else [x.squeeze(0) for x in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    o, lists, g, *lses = map(joined, zip(*results))
-    lse_cmp, lse_slc, lse_swa = (lse if lse is None else lse.mT.contiguous() for lse in lses)
-    return o, Saved(block_indices=lists, g=g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
+    saved = Saved(*map(joined, zip(*(saved for _, saved in results))))
+    lses = {name: lse.mT.contiguous() for name in LSES if (lse := getattr(saved, name)) is not None}
+    sums = [saved.index_sums for _, saved in results]
+    sums = None if sums[0] is None else torch.stack(sums).sum(0)
+    return joined([o for o, _ in results]), saved._replace(**lses, index_sums=sums)
 
 
 def batches(call: Call) -> Iterator[tuple[Call, int, int]]:
@@ -83,35 +88,52 @@ def batches(call: Call) -> Iterator[tuple[Call, int, int]]:
             yield sequence.as_batch(), *at
 
 
-def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -> tuple[Tensor | None, ...]:
-    """o, selected blocks [B, M, Hs, width], gates and the branches' LSEs [B, T, Hq]; None where there are none."""
+def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -> tuple[Tensor, Saved]:
+    """o and what is saved, the selection [B, M, Hs, width], the branches' LSEs [B, T, Hq]."""
     (q, k, v), lists = map(to_compute_dtype, batch[:3]), batch.block_indices
     spec, config, scale = batch.spec, batch.config, batch.spec.softmax_scale
     if batch.alone:
         with component("slc"):
             o, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
-        return o.to(batch.q.dtype), None, None, None, lse_slc, None
-    o_swa = lse_swa = None
-    if config.window_size:
+        return o.to(batch.q.dtype), Saved(lse_slc=lse_slc)
+    o_cmp = o_slc = o_swa = lse_cmp = lse_slc = lse_swa = scores = None
+    found = {}
+    if config.computes("window"):
         with component("swa"):
             visible = visible_window(spec, window_offset)
             o_swa, lse_swa = attend_chunks(q, *map(to_compute_dtype, batch.of_window), visible, softmax_scale=scale)
-    with component("compress"):
-        (_, k_exact, k_cmp), (_, _, v_cmp) = (compressed(batch, name) for name in "kv")
-    with component("cmp"):
-        visible = visible_compressed(spec, q_offset, k_cmp.shape[1])
-        o_cmp, lse_cmp = attend_chunks(q, k_cmp, v_cmp, visible, softmax_scale=scale)
-    if lists is None:
-        with component("choose"):
-            scored = k_cmp if config.by_token else k_exact
-            lists = select_blocks(q, scored, lse_cmp, spec=spec, q_offset=q_offset, S=k.shape[1], width=width)
-    with component("slc"):
-        o_slc, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
+    if config.computes("compressed"):
+        with component("compress"):
+            (_, k_exact, k_cmp), (_, _, v_cmp) = (compressed(batch, name) for name in "kv")
+        with component("cmp"):
+            visible = visible_compressed(spec, q_offset, k_cmp.shape[1])
+            o_cmp, lse_cmp = attend_chunks(q, k_cmp, v_cmp, visible, softmax_scale=scale)
+    if config.computes("selected"):
+        if lists is None:
+            with component("choose"):
+                asking, scored = (q, k_cmp if config.by_token else k_exact) if config.rule != "index" else batch.index
+                options = dict(spec=spec, q_offset=q_offset, S=k.shape[1], width=width)
+                lists, scores = select_blocks(asking, scored, lse_cmp, **options)
+        with component("slc"):
+            o_slc, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
+        if spec.index_loss:
+            with component("index"):
+                found = index_loss(batch, lists, lse_slc, q_offset)
     with component("gate"):
-        g = gate_values(batch.q, batch.gate_weight, batch.gates)
-        o = gated_sum(g, o_cmp, o_slc, o_swa).to(batch.q.dtype)
-    selected = lists if batch.block_indices is None else None
-    return o, selected, None if batch.gate == "none" else g, lse_cmp, lse_slc, lse_swa
+        g = gate_values(batch.q, batch.gate_weight, batch.gates, len(config.branches))
+        o = gated_sum(g, *(o_i for o_i, name in zip((o_cmp, o_slc, o_swa), BRANCHES) if name in config.branches))
+    found |= dict(block_indices=lists if batch.block_indices is None else None, index_scores=scores)
+    found |= dict(g=None if batch.gate == "none" else g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
+    return o.to(batch.q.dtype), Saved(**found)
+
+
+def index_loss(batch: Call, lists: Tensor, lse_slc: Tensor, q_offset: int) -> dict[str, Tensor]:
+    """Fields of `Saved` for the index' loss, of which `index_sums` are those of the batch."""
+    (q, k), (q_index, k_index), spec = map(to_compute_dtype, batch[:2]), batch.index, batch.spec
+    mass, tokens = free_mass(q, k, q_index, k_index, lists, lse_slc, spec=spec, q_offset=q_offset)
+    free = is_free(lists, torch.arange(q.shape[1], device=q.device)[:, None] + q_offset, spec.config)
+    sums = torch.stack(loss_sums(q_index, k_index, mass, tokens, free, spec.index_scale))
+    return dict(index_mass=mass, index_tokens=tokens.int(), index_sums=sums)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
@@ -128,19 +150,19 @@ def compressed(batch: Call, name: str) -> tuple[Tensor | None, Tensor, Tensor]:
     return mean, exact, to_compute_dtype(exact.to(x.dtype))
 
 
-def gate_values(q: Tensor, gate_weight: Tensor | None, gates: Tensor | None) -> Tensor:
-    """The gates in the accumulation dtype: [..., Hq, D] -> [..., Hq, 3].
+def gate_values(q: Tensor, gate_weight: Tensor | None, gates: Tensor | None, branches: int = 3) -> Tensor:
+    """The gates in the accumulation dtype, [..., Hq, branches].
 
-    ``sigmoid(q[t, h] . gate_weight[h, i])``, or `gates` as they are, or 1/3 each without either.
+    ``sigmoid(q[t, h] . gate_weight[h, i])``, or `gates` as they are, or equal shares without either.
     """
     acc = accumulation_dtype(q.dtype)
     if gates is not None:
         return gates.to(acc)
     if gate_weight is not None:
         return project(q.to(acc), gate_weight.mT).sigmoid()
-    return equal_gates(q)
+    return equal_gates(q, branches)
 
 
 def gated_sum(g: Tensor, *outputs: Tensor | None) -> Tensor:
-    """``sum_i g_i * o_i`` of the outputs that are not None, in g's dtype: g [..., Hq, 3], o_i [..., Hq, Dv]."""
+    """``sum_i g_i * o_i`` of the outputs that are not None, in g's dtype: g [..., Hq, branches], o_i [..., Hq, Dv]."""
     return sum(g_i.unsqueeze(-1) * o_i for g_i, o_i in zip(g.unbind(-1), outputs) if o_i is not None)

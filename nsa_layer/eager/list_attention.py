@@ -38,12 +38,12 @@ def attend_lists(
         o [B, T, Hq, Dv] in q's dtype and the LSE [B, T, Hq]; a row that sees no key gives 0 and -inf.
     """
     B, S, Hs = len(q), k.shape[1], lists.shape[2]
-    q, k, v = by_head(q, Hs), *(_blocks(x, Hs, spec.config.block_size) for x in (k, v))
+    q, k, v = by_head(q, Hs), *(blocks_of(x, Hs, spec.config.block_size) for x in (k, v))
     o = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     # A sum of p * v is above its mean. fp16 has no range for smaller v, and no v that would need them.
     scale = 1 if v.dtype == torch.float16 else mean_scale(lists.shape[3] * v.shape[2])
-    for heads, rows, pairs in _chunks(q, lists, S, spec, q_offset):
+    for heads, rows, pairs in chunks_of_lists(q, lists, S, spec, q_offset):
         scores = pairs.scores(pairs.of_queries(q[heads, rows]), pairs.of_blocks(k[heads]), spec.softmax_scale)
         top = pairs.largest(scores.amax(-1))
         top = top.masked_fill_(top == -torch.inf, 0)
@@ -74,10 +74,10 @@ def attend_lists_backward(
     """
     B, (S, Hkv), Hs = len(q), k.shape[1:3], lists.shape[2]
     do, q, lse, weight = (by_head(x, Hs) for x in (do, q, lse, weight))
-    k, v = (_blocks(x, Hs, spec.config.block_size) for x in (k, v))
+    k, v = (blocks_of(x, Hs, spec.config.block_size) for x in (k, v))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     lse, do_o = lse.masked_fill(lse == -torch.inf, torch.inf), torch.empty_like(lse)
-    for heads, rows, pairs in _chunks(q, lists, S, spec, q_offset):
+    for heads, rows, pairs in chunks_of_lists(q, lists, S, spec, q_offset):
         q_i, do_i = pairs.of_queries(q[heads, rows]), pairs.of_queries(do[heads, rows])
         k_i, v_i = pairs.of_blocks(k[heads]), pairs.of_blocks(v[heads])
         p = pairs.scores(q_i, k_i, spec.softmax_scale)
@@ -147,6 +147,10 @@ class Pairs:
         else:
             total.index_add_(0, self.block, sums)
 
+    def of_pairs(self, x: Tensor) -> Tensor:
+        """[tiles, TILE] -> [R, queries, n], in the order of the lists."""
+        return x.flatten()[self.slot].view(self.shape)
+
     def largest(self, x: Tensor) -> Tensor:
         """[tiles, TILE, G] -> [R, queries, G], the largest of a query's pairs."""
         return _rows(x.flatten(0, 1), self.slot).view(*self.shape, -1).amax(2)
@@ -168,7 +172,9 @@ class Pairs:
         return scores
 
 
-def _chunks(q: Tensor, lists: Tensor, S: int, spec: CallSpec, q_offset: int) -> Iterator[tuple[slice, slice, Pairs]]:
+def chunks_of_lists(
+    q: Tensor, lists: Tensor, S: int, spec: CallSpec, q_offset: int
+) -> Iterator[tuple[slice, slice, Pairs]]:
     """Slices of the heads and queries of q [R, T, G, D], each some heads with all queries or one with some of them."""
     (R, T), size = q.shape[:2], min(spec.config.block_size, S)
     N = -(-S // size)
@@ -187,7 +193,7 @@ def _chunks(q: Tensor, lists: Tensor, S: int, spec: CallSpec, q_offset: int) -> 
             yield heads, rows, Pairs(lists[heads][:, t // spec.config.q_tile], limit, N, size)
 
 
-def _blocks(x: Tensor, Hs: int, block_size: int) -> Tensor:
+def blocks_of(x: Tensor, Hs: int, block_size: int) -> Tensor:
     """[B, S, H, D] -> [B * Hs, N + 1, size, D], a head for each list; behind the last block lies one of zeros."""
     S, H = x.shape[1:3]
     size = min(block_size, S)

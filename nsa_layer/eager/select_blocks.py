@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from nsa_layer.call import CallSpec, accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
+from nsa_layer.eager.index import score_blocks
 
 Tensor = torch.Tensor
 # Elements of the score matrix held at once; scores are computed for as many query tiles as fit.
@@ -26,25 +27,28 @@ def select_blocks(
     q_offset: int = 0,
     S: int | None = None,
     width: int | None = None,
-) -> Tensor:
-    """The blocks that each query tile lists.
+) -> tuple[Tensor, Tensor | None]:
+    """The blocks that each query tile lists, and with an index their scores.
 
     Args:
-        q: [B, T, Hq, D].
-        k_cmp: [B, Tc, Hkv, D], compressed keys: by token as the compressed branch reads them, else not rounded.
+        q: [B, T, Hq, D]; of an index [B, T, Hkv, Di].
+        k_cmp: [B, Tc, Hkv, D], compressed keys: by token as the compressed branch reads them, else not rounded; keys of
+            an index [B, S, Hkv or 1, Di].
         lse_cmp: [B, T, Hq], the compressed branch's log-sum-exp, -inf where a row sees no key; read by token alone.
         q_offset: position of the first query, 0 except by token.
         S: tokens of the sequence; None: T.
         width: of a list, at least ``config.list_width(S)``, which is the default.
 
     Returns:
-        int32 [B, M, Hs, width], ascending, padded with -1; Hs = Hkv, or Hq with ``rule="seed"``.
+        int32 [B, M, Hs, width], ascending, padded with -1; Hs = Hkv, or Hq with ``rule="seed"``. Scores are in the
+        accumulation dtype, -inf for padding.
 
     Source: equations 8 to 12 of arXiv:2502.11089; for tiles its section 3.3, per tile instead of per query.
     """
     config, causal, (B, T, Hq, _), Hkv = spec.config, spec.causal, q.shape, k_cmp.shape[2]
+    by_index = config.rule == "index"
     S, acc = T if S is None else S, accumulation_dtype(q.dtype)
-    M, N, Hs = config.num_tiles(T), config.num_blocks(S), Hq if config.rule == "seed" else Hkv
+    M, N, Hs = config.num_tiles(T), config.num_blocks(S), Hkv if config.rule == "nsa" else Hq
     width = config.list_width(S) if width is None else width
     if not config.by_token:
         q = tile_queries(q, config=config, causal=causal)
@@ -52,12 +56,21 @@ def select_blocks(
         k_cmp = k_cmp[:, :: config.block_size // config.stride]
     keys = k_cmp.to(acc).permute(0, 2, 3, 1)  # [B, Hkv, D, Tc]
     lists = torch.full((B, M, Hs, width), -1, dtype=torch.int32, device=q.device)
+    values = keys.new_full(lists.shape, -torch.inf) if by_index else None
     budget = CPU_SCORE_BUDGET if q.device.type == "cpu" else GPU_SCORE_BUDGET
-    step = max(1, budget // (B * Hq * N))
+    step = max(1, budget // (B * Hq * (S if by_index else N)))
     for begin in range(0, M, step):
         rows = slice(begin, min(begin + step, M))
         tiles = torch.arange(rows.start, rows.stop, device=q.device) + q_offset
         forced, complete, candidate = block_roles(tiles, S, config=config, causal=causal)
+        if by_index:
+            asking = q[:, rows].to(acc).transpose(1, 2)
+            scores = score_blocks(asking, keys, tiles, config=config, scale=spec.index_scale)
+            selected = _list_blocks(scores, forced, candidate, config.list_width(S))
+            lists[:, rows, :, : selected.shape[-1]] = selected.transpose(1, 2)
+            scores = scores.gather(-1, selected.clamp(min=0)).masked_fill_(selected < 0, -torch.inf)
+            values[:, rows, :, : selected.shape[-1]] = scores.transpose(1, 2)
+            continue
         asking = q[:, rows].to(acc).unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, m, D]
         scores = (asking.flatten(2, 3) @ keys).unflatten(2, asking.shape[2:4]).mul_(spec.softmax_scale)
         if config.by_token:
@@ -74,7 +87,7 @@ def select_blocks(
         scores = F.pad(scores, (0, N - scores.shape[-1]))
         selected = _list_blocks(scores, forced, candidate, config.list_width(S))
         lists[:, rows, :, : selected.shape[-1]] = selected.transpose(1, 2)
-    return lists
+    return lists, values
 
 
 def _in_blocks(p: Tensor, S: int, config: NSAConfig) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from nsa_layer import autocast, support
 from nsa_layer.cached_call import TENSORS, CachedCall, check_call, refuse_aliases
-from nsa_layer.call import DIFFERENTIABLE, CallSpec
+from nsa_layer.call import OF_CACHES, CallSpec
 from nsa_layer.checks import lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.derivatives import refuse_transforms
@@ -136,8 +136,8 @@ def check(
     if (lists := lists_in_int32(call.block_indices)) is not call.block_indices:
         call = replace(call, block_indices=lists)
     if isinstance(call.q, Tensor) and autocast.dtype_in_force(call.q.device) is not None:
-        cast = autocast.cast(*(getattr(call, name) for name in DIFFERENTIABLE))
-        call = replace(call, **dict(zip(DIFFERENTIABLE, cast)))
+        cast = autocast.cast(*(getattr(call, name) for name in OF_CACHES))
+        call = replace(call, **dict(zip(OF_CACHES, cast)))
     spec = check_call(call, backend=backend, validate=validate or read)
     if validate:
         refuse_aliases(call)

@@ -12,9 +12,9 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.nn.functional import pad
 
 from nsa_layer import derivatives, support
-from nsa_layer.call import DIFFERENTIABLE, SELECTED_ALONE, TENSORS, Aux, Call, CallSpec, Saved
+from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, CallSpec, Saved
 from nsa_layer.checks import check_lengths, check_list_count, check_lists, check_positions, starts_of_lengths
-from nsa_layer.config import ListConfig, NSAConfig
+from nsa_layer.config import BRANCHES, ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
 from nsa_layer.saved import exact_saved, saved_shapes, with_capacity
@@ -24,10 +24,12 @@ Lengths = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 NOTHING = (False, False, False)
 CONFIG = (
     "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
-    "int compress_offset, int init_blocks, int local_blocks, bool deterministic, str rule, bool causal, "
-    "float softmax_scale, str branches, str backend"
+    "int compress_offset, int init_blocks, int local_blocks, bool deterministic, str rule, str branches, "
+    "bool causal, float softmax_scale, bool alone, str backend, float? index_scale, bool index_loss"
 )
 NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
+OF_CONFIG = NAMES.index("causal")
+SHORT = dict(zip(("cmp", "slc", "swa"), BRANCHES))
 INPUTS, COUNT, FIELDS = len(TENSORS), len(DIFFERENTIABLE), len(Saved._fields)
 
 
@@ -36,8 +38,9 @@ def attend(
     *,
     memory: MemoryPolicy = MemoryPolicy(),
     return_aux: bool = True,
-) -> tuple[Tensor, Aux | Tensor | None]:
-    """o and `Aux`, or of `selected_attention` the log-sum-exp; arguments as they have been checked.
+) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
+    """o and `Aux`, or of `selected_attention` the log-sum-exp; and the sums of an index' loss, the first of which has
+    a gradient. Arguments as they have been checked.
 
     In graphs and modes the policy says what is saved, and groups of heads follow, when they run, from what is free.
     Where the dispatcher would do nothing, which takes time, the operator is called as a function.
@@ -66,21 +69,22 @@ def attend(
             o, *saved = _without_capacity(*tensors, *static)
     saved = Saved(*saved[:-2])
     if call.alone:
-        return o, saved.lse_slc
-    return o, _aux(saved, call) if return_aux else None
+        return o, saved.lse_slc, None
+    return o, _aux(saved, call) if return_aux else None, saved.index_sums if spec.index_loss else None
 
 
 def _aux(saved: Saved, call: Call) -> Aux:
     """`Aux` of what the operator returned, lists without the capacity that a graph's have."""
     lists, spec, config = saved.block_indices, call.spec, call.config
-    if call.block_indices is None:
+    if lists is not None and call.block_indices is None:
         if not torch.compiler.is_compiling():
             rows = sum(map(config.num_tiles, spec.lengths)) if spec.lengths else lists.shape[-3]
             width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or call.q.shape[-3])
             lists = lists.narrow(-3, 0, rows)[..., :width]
-    absent = {} if call.gate != "none" else dict(g=None)
-    absent |= {} if config.window_size else dict(lse_swa=None)
-    return saved._replace(block_indices=lists, **absent).aux(call)
+    absent = [] if call.gate != "none" else ["g"]
+    absent += [f"lse_{short}" for short, name in SHORT.items() if not config.computes(name)]
+    absent += [] if config.rule == "index" else ["index_scores"]
+    return saved._replace(block_indices=lists, **dict.fromkeys(absent)).aux(call)
 
 
 class Attend(derivatives.ReverseMode):
@@ -97,16 +101,20 @@ class Attend(derivatives.ReverseMode):
         call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], run is not _without_capacity
         o = output[0] if reads_output(ctx.static) else None
         ctx.save_for_backward(*call.differentiable, call.block_indices, call.q_offset, o, *output[1:])
-        ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None))
+        constant = output[1:] if not static_spec(ctx.static).index_loss else output[1:FIELDS] + output[1 + FIELDS :]
+        ctx.mark_non_differentiable(*(x for x in constant if x is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1 : 1 + COUNT]
-        if do is None:
+    def backward(ctx: Any, do: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs, d_sums = ctx.needs_input_grad[1 : 1 + COUNT], more[FIELDS - 1]
+        if do is None and d_sums is None:
             return (None,) * len(ctx.needs_input_grad)
+        if do is None:  # of the loss alone
+            q, _, v = ctx.saved_tensors[:3]
+            do = q.new_zeros(*q.shape[:-1], v.shape[-1])
         run = BACKWARD_OP if ctx.dispatched or needs_dispatcher((do,)) else _attend_backward
-        grads = derivatives.first_derivatives(run, do, *ctx.saved_tensors, *ctx.static, needs)
+        grads = derivatives.first_derivatives(run, do, d_sums, *ctx.saved_tensors, *ctx.static, needs)
         grads = (d if need else None for d, need in zip(grads, needs, strict=True))
         return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - COUNT)
 
@@ -121,14 +129,15 @@ def _with_rows(call: Call, rows: int) -> Call:
 def static_arguments(spec: CallSpec) -> dict[str, Any]:
     """The arguments of the operators that are no tensors, in their order."""
     sizes = dict(compress_size=spec.config.span, compress_stride=spec.config.stride, compress_offset=spec.config.offset)
-    more = dict(causal=spec.causal, softmax_scale=spec.softmax_scale, branches=" ".join(spec.branches))
-    more["backend"] = spec.backend
-    return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-4]} | more
+    sizes["branches"] = " ".join(spec.config.branches)
+    of_config = {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:OF_CONFIG]}
+    return of_config | {name: getattr(spec, name) for name in NAMES[OF_CONFIG:]}
 
 
 def reads_output(static: Sequence[Any]) -> bool:
     """True if backward reads o: that of the selected branch alone on the kernels; by `static_arguments`, and others."""
-    return tuple(static[len(NAMES) - 2 : len(NAMES)]) == (" ".join(SELECTED_ALONE), "cute")
+    spec = static_spec(static)
+    return spec.alone and spec.backend == "cute"
 
 
 def static_spec(static: Iterable[Any], *, listed: bool = False, lengths: Lengths = (None, None)) -> CallSpec:
@@ -139,10 +148,10 @@ def static_spec(static: Iterable[Any], *, listed: bool = False, lengths: Lengths
 
 @lru_cache(maxsize=256)
 def _call_spec(static: tuple[Any, ...], lengths: Lengths, listed: bool) -> CallSpec:
-    *of_config, causal, softmax_scale, branches, backend = static
-    of, branches = dict(zip(NAMES, of_config)), tuple(branches.split())
-    config = (ListConfig if branches == SELECTED_ALONE else NSAConfig)(**of)
-    return CallSpec(config, causal, softmax_scale, *lengths, listed=listed, branches=branches, backend=backend)
+    of_config, of_spec = dict(zip(NAMES[:OF_CONFIG], static)), dict(zip(NAMES[OF_CONFIG:], static[OF_CONFIG:]))
+    of_config["branches"] = tuple(of_config["branches"].split())
+    config = (ListConfig if of_spec["alone"] else NSAConfig)(**of_config)
+    return CallSpec(config, lengths=lengths[0], lengths_k=lengths[1], listed=listed, **of_spec)
 
 
 def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | None) -> Call:
@@ -205,10 +214,11 @@ def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
     return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *starts
 
 
-def _attend_backward(do: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+def _attend_backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the differentiable tensors, None where none is needed.
 
     Args:
+        d_sums: the gradient of ``Saved.index_sums``, of which only the first number counts.
         args: the differentiable tensors, block_indices, q_offset, o, fields of `Saved`, starts of queries and of keys;
             what is no tensor as for `_attend`; and which gradients are needed.
     """
@@ -221,7 +231,8 @@ def _attend_backward(do: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     with torch.cuda.device_of(do):
         call = exact_rows(Call(*inputs, of_q, block_indices, q_offset, of_k, spec))
         saved, plan = exact_saved(saved, call, kept=kept), plan_of(call, heads, budget, kept, True)
-        grads = support.pages(spec.backend).backward(call, saved, do, plan=plan, o=o)
+        more = dict(d_sums=d_sums) if spec.index_loss and d_sums is not None else {}
+        grads = support.pages(spec.backend).backward(call, saved, do, plan=plan, o=o, **more)
     wanted = (d if need else None for d, need in zip(grads, needs, strict=True))
     return tuple([None if d is None else _promised(d, x) for d, x in zip(wanted, inputs, strict=True)])
 
@@ -284,7 +295,7 @@ def _promised(d: Tensor, x: Tensor) -> Tensor:
     return as_output(d)
 
 
-def _backward_fake(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _backward_fake(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     pairs = zip(args[:COUNT], args[-1], strict=True)
     return tuple(x.new_empty(x.shape) if x is not None and need else do.new_empty(0) for x, need in pairs)
 
@@ -298,7 +309,7 @@ STATIC = f"{CONFIG}, int? heads, int? budget, bool[] kept, SymInt? bound, bool n
 SAVED = ("block_indices", "q_offset", "o", *(f"saved_{name}" for name in Saved._fields))
 OF_BACKWARD = (schema_of(DIFFERENTIABLE), *(f"Tensor? {name}" for name in SAVED), "Tensor starts, Tensor starts_k")
 OP, _compute = define("attend", f"{schema_of(TENSORS)}, {STATIC}", 3 + FIELDS, _attend, _attend_fake)
-_schema = f"Tensor do, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
+_schema = f"Tensor do, Tensor? d_sums, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
 BACKWARD_OP, _compute_backward = define("attend_backward", _schema, COUNT, _attend_backward, _backward_fake)
 differentiate(OP, _compute, Attend)
 differentiate(BACKWARD_OP, _compute_backward, derivatives.FirstDerivatives)

@@ -31,9 +31,9 @@ def assert_close_to_reference(
         assert name in LSES or x.isfinite().all(), f"{name} is not finite\n{case!r}"
     if listed:
         assert torch.equal(got.aux.block_indices.cpu(), block_indices), f"other lists than those given\n{case!r}"
-    else:
+    elif got.aux.block_indices is not None:
         assert_same_choice(inputs, got.aux.block_indices)
-    with_choice = partial(run, reference.attend, block_indices=got.aux.block_indices)
+    with_choice = partial(run, reference.attend_with_loss, block_indices=got.aux.block_indices)
     truth = with_choice(inputs.to(torch.float64))
     # Nothing finer than fp64 measures its error: it is that of fp32, scaled. The truth errs as much then, and a largest
     # error of few elements varies by a small factor; eight times is still far below what any wrong term makes.
@@ -44,7 +44,7 @@ def assert_close_to_reference(
     rounded = cache(partial(_moved_by_rounding, with_choice, inputs, truth))
     for name, exact in truth.tensors().items():
         acc = accumulation_dtype(case.dtype)
-        x, dtype = got.tensors()[name], acc if name in (*LSES, "gates") else case.dtype
+        x, dtype = got.tensors()[name], acc if name in (*LSES, "gates", "index_loss") else case.dtype
         assert x.shape == exact.shape, f"{name} has shape {tuple(x.shape)}, not {tuple(exact.shape)}\n{case!r}"
         assert x.dtype == dtype, f"{name} is {x.dtype}, not {dtype}\n{case!r}"
         given = x, straight.tensors()[name], exact
@@ -75,6 +75,9 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor, *, exact: bo
         if config.by_token:
             k_cmp = k_cmp.to(case.dtype).to(k.dtype)
         scale = case.spec.softmax_scale
+        if case.index_dim:
+            _assert_index_choice(double, number, block_indices[tiles] if packed else block_indices[number])
+            continue
         scores = reference.selection_scores(q, k_cmp, config=config, causal=case.causal, softmax_scale=scale)
         own = reference.select_blocks(scores, config=config, width=width)
         given = block_indices[tiles] if packed else block_indices[number]
@@ -92,6 +95,17 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor, *, exact: bo
         else:  # it moves by a part of itself: by its logits' errors, and rounding of its own
             allowed = (2 * error + 8 * eps) * scores.values + torch.finfo(torch.float32).tiny
         assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
+
+
+def _assert_index_choice(double: Inputs, number: int, given: torch.Tensor) -> None:
+    """`assert_same_choice` for a sequence's choice by an index."""
+    case, [*calls] = double.case, Call(**double.tensors(), spec=double.case.spec).sequences()
+    q, k, config = calls[number].q_index, calls[number].k_index, case.config
+    scores = reference.index_selection(q, k, config=config, softmax_scale=case.spec.index_scale)
+    own = reference.select_blocks(scores, config=config, width=given.shape[-1])
+    eps = torch.finfo(accumulation_dtype(case.dtype)).eps
+    allowed = torch.full_like(scores.values, 2 * rounding_of_scores(q, k, case.spec.index_scale, eps))
+    assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
 
 
 def rounding_of_scores(asking: torch.Tensor, k_cmp: torch.Tensor, scale: float, eps: float) -> float:

@@ -29,6 +29,7 @@ class Case(Pasteable):
         compress_weights: whether both compression weights are given.
         own_keys: the branches' own keys and values that are given, of `OWN_KEYS`; k_cmp and v_cmp in place of the
             compression weights.
+        index_dim: of an index, for ``rule="index"``; one_key: its keys are the same for all lists.
         seed: the inputs are drawn from it alone.
         integers: inputs are small integers, so that scores of blocks are exact in fp32.
     """
@@ -46,6 +47,8 @@ class Case(Pasteable):
     gate: str = "weight"
     compress_weights: bool = False
     own_keys: tuple[str, ...] = ()
+    index_dim: int = 0
+    one_key: bool = False
     seed: int = 0
     integers: bool = False
 
@@ -55,7 +58,8 @@ class Case(Pasteable):
 
     @property
     def spec(self) -> CallSpec:
-        return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths)
+        by_index = dict(index_scale=self.index_dim**-0.5, index_loss=True) if self.index_dim else {}
+        return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths, **by_index)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Inputs:
     v_cmp: torch.Tensor | None = None
     k_win: torch.Tensor | None = None
     v_win: torch.Tensor | None = None
+    q_index: torch.Tensor | None = None
+    k_index: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
 
     def tensors(self, *others: str) -> dict[str, torch.Tensor]:
@@ -104,16 +110,20 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Result:
-    """A backend's results for some inputs: the output, `Aux`, and a gradient for every differentiable input."""
+    """A backend's results for some inputs: the output, `Aux`, a gradient of o and of the index' loss for every
+    differentiable input, and that loss."""
 
     o: torch.Tensor
     aux: Aux
     grads: dict[str, torch.Tensor]
+    index_loss: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that is compared in value, by name."""
         grads = {f"d{name}": grad for name, grad in self.grads.items()}
-        return {"o": self.o, "gates": self.aux.gates, **{name: getattr(self.aux, name) for name in LSES}, **grads}
+        found = {"o": self.o, "gates": self.aux.gates, **{name: getattr(self.aux, name) for name in LSES}, **grads}
+        found |= {"index_loss": self.index_loss}
+        return {name: x for name, x in found.items() if x is not None}
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
@@ -129,9 +139,9 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     D, Dv = case.D, case.D if case.Dv is None else case.Dv
     optional: dict[str, torch.Tensor] = {}
     if case.gate == "weight":
-        optional["gate_weight"] = draw(case.Hq, 3, D, scale=D**-0.5)
+        optional["gate_weight"] = draw(case.Hq, len(case.config.branches), D, scale=D**-0.5)
     elif case.gate == "given":
-        optional["gates"] = draw(*tokens, case.Hq, 3)
+        optional["gates"] = draw(*tokens, case.Hq, len(case.config.branches))
     elif case.gate in BRANCHES:
         one = torch.tensor([float(branch == case.gate) for branch in BRANCHES])
         optional["gates"] = one.expand(*tokens, case.Hq, 3).contiguous().to(device, case.dtype)
@@ -148,6 +158,9 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
         blocks = (case.B, count(case.T)) if case.lengths is None else (sum(map(count, case.lengths)),)
         shapes = dict(zip(OWN_KEYS, ((*blocks, D), (*blocks, Dv), (*tokens, D), (*tokens, Dv))))
         optional |= {name: draw(*lead, case.Hkv, n) for name, (*lead, n) in shapes.items() if name in case.own_keys}
+    if case.index_dim:
+        shapes = dict(q_index=case.Hkv, k_index=1 if case.one_key else case.Hkv)
+        optional |= {name: draw(*tokens, heads, case.index_dim) for name, heads in shapes.items()}
     return Inputs(case, *drawn, **optional)
 
 
@@ -167,11 +180,15 @@ def run(backend: Backend, inputs: Inputs, block_indices: torch.Tensor | None = N
     case, tensors = inputs.case, dict(leaves, cu_seqlens=inputs.cu_seqlens, block_indices=block_indices)
     if isinstance(backend, str):
         static = dict(config=case.config, causal=case.causal, backend=backend, return_aux=True)
-        o, aux = nsa(**tensors, **static, **options)
+        o, aux, *loss = nsa(**tensors, **static, return_index_loss=case.index_dim > 0, **options)
     else:
-        o, aux = backend(Call(**tensors, spec=case.spec), **options)
-    if case.lengths is not None and block_indices is None:  # without the capacity for other lengths
+        o, aux, *sums = backend(Call(**tensors, spec=case.spec), **options)
+        loss = [(s[0] / s[1].masked_fill(s[1] == 0, 1).detach()) for s in sums if s is not None]
+    if (
+        case.lengths is not None and block_indices is None and aux.block_indices is not None
+    ):  # without the capacity for other lengths
         rows, width = sum(map(case.config.num_tiles, case.lengths)), case.config.list_width(max(case.lengths))
         aux = replace(aux, block_indices=aux.block_indices[:rows, :, :width])
-    grads = torch.autograd.grad(o, list(leaves.values()), inputs.do)
-    return Result(o.detach(), aux, dict(zip(leaves, grads, strict=True)))
+    results, of_results = [o, *loss], [inputs.do, *map(torch.ones_like, loss)]
+    grads = torch.autograd.grad(results, list(leaves.values()), of_results)
+    return Result(o.detach(), aux, dict(zip(leaves, grads, strict=True)), *(x.detach() for x in loss))

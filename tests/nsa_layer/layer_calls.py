@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_layer.call import SELECTED_ALONE, Call
+from nsa_layer.call import Call
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.operators import static_arguments
 from nsa_layer.operators.layer import NAMES
@@ -64,7 +64,7 @@ def operator_call(
     if alone:
         tensors = {name: tensors[name] for name in "qkv"}
         config = ListConfig(block_size=case.config.block_size, q_tile=case.config.q_tile, window_size=0)
-        spec = replace(spec, config=config, branches=SELECTED_ALONE)
+        spec = replace(spec, config=config, alone=True)
     for name, x in tensors.items():
         x.requires_grad_(grads is None or name in grads)
     if lists:

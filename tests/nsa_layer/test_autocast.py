@@ -47,7 +47,8 @@ def outcome(
         o, aux = nsa(**{name: x if autocast else x.to(half) for name, x in given.items()}, **static)
     with region if backward_too else nullcontext():
         grads = torch.autograd.grad(o, list(given.values()), do.to(half))
-    return {"o": o} | vars(aux) | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
+    aux = {name: x for name, x in vars(aux).items() if x is not None}
+    return {"o": o} | aux | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
 
 
 def assert_same_bits(got: Tensors, want: Tensors) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig
-from nsa_layer.call import CallSpec
+from nsa_layer.call import TENSORS, CallSpec
 from nsa_layer.operators import layer, static_arguments
 from nsa_tools.testing.cases import Case, make_inputs, run
 
@@ -40,7 +40,7 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
     static = static_arguments(CallSpec(CONFIG, True, 0.125)).values()
     with pytest.raises(RuntimeError, match=r"asked on \[1\]"):
-        layer._attend(q, q, q, *[None] * 12, *static, 2, None, [False] * 3, None, False)
+        layer._attend(q, q, q, *[None] * (len(TENSORS) - 3), *static, 2, None, [False] * 3, None, False)
     assert not entered
 
 

@@ -39,6 +39,8 @@ UNSUPPORTED = {
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
+    "rule='index'": dict(config=NSAConfig(rule="index")),
+    "branches left out": dict(config=NSAConfig(branches=("compressed", "selected"))),
     "block_size below 16": dict(config=TILES.replace(block_size=8)),
     "block_size 16 with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
     "block_counts above 64": dict(config=TILES.replace(block_counts=65)),

@@ -1,4 +1,4 @@
-"""Products of a stage of keys with a CTA's queries, by a warpgroup: keys are rows, (token, head) pairs columns."""
+"""Products of a stage of keys and a CTA's queries, by a warpgroup."""
 
 from dataclasses import dataclass
 
@@ -25,22 +25,23 @@ class Products:
     scores: cute.Tensor
 
     @staticmethod
-    def of(sK: cute.Tensor, sQ: cute.Tensor, thread: Int32, by_warp: bool) -> "Products":
-        """sK: [keys, D, stages]; sQ: [columns, D, 1]."""
-        product = of_shared(sK, sQ, thread, by_warp)
+    def of(sA: cute.Tensor, sB: cute.Tensor, thread: Int32, by_warp: bool) -> "Products":
+        """sA: [64, D, stages]; sB: [columns, D, stages]."""
+        product = of_shared(sA, sB, thread, by_warp)
         return Products(product, sum_registers(product.columns))
 
-    def start(self, stage: Int32) -> None:
+    def start(self, a: Int32 | int, b: Int32 | int) -> None:
+        """Start the product of two stages."""
         product = self.product
         if product.by_warp:
-            product(A_idx=stage, B_idx=0, acc=self.scores, zero_init=True)
+            product(A_idx=a, B_idx=b, acc=self.scores, zero_init=True)
             return
         # Not `product()`, which finds operands in two steps, by arithmetic in 64 bits.
         warpgroup.fence()
         atom = cute.make_mma_atom(product.mma.op)
         for part in range(cute.size(product.A, mode=[2])):
             atom.set(warpgroup.Field.ACCUMULATE, part > 0)
-            row, column = product.A[None, None, part, stage], product.B[None, None, part, 0]
+            row, column = product.A[None, None, part, a], product.B[None, None, part, b]
             cute.gemm(atom, self.scores, row, column, self.scores)
         warpgroup.commit_group()
 
@@ -48,5 +49,5 @@ class Products:
         wait(self.product.by_warp, 0)
 
     def score(self, row: int, column: int) -> Float32:
-        """The product of one of this thread's keys and one of its columns."""
+        """The product of one of this thread's two rows and one of its columns."""
         return self.scores[(column % 2, row, column // 2), 0, 0]

@@ -97,7 +97,7 @@ class GroupSums:
     def start(self, products: Products, number: Int32) -> None:
         """Start the products of a step, the CTA's `number`-th, once its keys are there."""
         cute.arch.mbarrier_wait(self.barriers + number % STAGES, number // STAGES % 2)
-        products.start(number % STAGES)
+        products.start(number % STAGES, 0)
 
     @cute.jit
     def reload(self, work_tile: Tile, step: Int32, steps: Int32, before: Int32):

@@ -124,6 +124,16 @@ class TokenTopKSpec:
         return self.init + self.local
 
     @property
+    def own_is_candidate(self) -> bool:
+        """A token's own block, which is not complete, is a candidate where it is not forced."""
+        return not self.forced
+
+    @property
+    def score_threads(self) -> int:
+        """Threads that hand over scores."""
+        return THREADS
+
+    @property
     def depth(self) -> int:
         """Best scores that a lane keeps, so that all of a token's together are at least `most_wanted`."""
         return max(1, -(-self.most_wanted // self.lanes))

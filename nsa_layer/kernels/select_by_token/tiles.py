@@ -54,7 +54,7 @@ class Tile:
         spec = self.spec
         if not spec.causal:
             return self.T // spec.block_size
-        if not spec.forced:
+        if spec.own_is_candidate:
             return t // spec.block_size + 1
         return (t + 1) // spec.block_size
 

@@ -42,7 +42,7 @@ class BestBlocks:
         kept_here = (token < spec.tokens_a_warp) & (number < spec.tokens)
         scores = self.sScores[None, cutlass.min(token, spec.tokens_a_warp - 1), warp]
         columns = (self.sColumns[None, None, warp], self.sSelected[None, None, warp])
-        cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=2 * THREADS)
+        cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=spec.score_threads + THREADS)
         for tile in cutlass.range(cta, self.scheduler.tiles(), ctas, unroll=1):
             work_tile = self.scheduler.of(tile)
             t = work_tile.first + cutlass.min(number, spec.tokens - 1)
@@ -54,9 +54,9 @@ class BestBlocks:
             values = StepValues(spec, scores, work_tile, t, lane % spec.lanes)
             steps, kept = work_tile.steps(), Int32(0)
             for step in cutlass.range(steps, unroll=1):
-                cute.arch.barrier(barrier_id=SCORES_WRITTEN, number_of_threads=2 * THREADS)
+                cute.arch.barrier(barrier_id=SCORES_WRITTEN, number_of_threads=spec.score_threads + THREADS)
                 bits = values.all_bits(step)
-                cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=2 * THREADS)
+                cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=spec.score_threads + THREADS)
                 values.add_to(mine, step, bits)
             if steps > 0:
                 kept = candidates.select(mine)

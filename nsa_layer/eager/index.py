@@ -1,0 +1,125 @@
+"""The index of tokens in PyTorch: scores of blocks, the sums of its loss, and their gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_layer.call import CallSpec
+from nsa_layer.config import NSAConfig
+from nsa_layer.eager.chunk_attention import by_head, by_token
+from nsa_layer.eager.list_attention import blocks_of, chunks_of_lists
+
+Tensor = torch.Tensor
+
+
+def score_blocks(q_index: Tensor, keys: Tensor, t: Tensor, *, config: NSAConfig, scale: float) -> Tensor:
+    """The largest token score of each block, among tokens that a query sees.
+
+    Args:
+        q_index: [B, Hs, m, Di], some queries; t: int64 [m], their positions among the keys.
+        keys: [B, Hs or 1, Di, S].
+
+    Returns:
+        [B, Hs, m, N] in the accumulation dtype; -inf for a block that begins after a query.
+    """
+    (S, size), N = (keys.shape[-1], config.block_size), config.num_blocks(keys.shape[-1])
+    z = (q_index @ keys).mul_(scale)
+    last = z[..., -(S - (N - 1) * size) :].amax(-1)  # a short last block
+    full = z[..., : S // size * size].unflatten(-1, (-1, size)).amax(-1)
+    scores = full if S % size == 0 else torch.cat([full, last.unsqueeze(-1)], -1)
+    # Only a query's own block has tokens that it does not see.
+    own, at = t // size, (t // size)[:, None] * size + torch.arange(size, device=t.device)
+    seen = z.gather(-1, at.clamp(max=S - 1).expand(*z.shape[:2], -1, -1))
+    seen = seen.masked_fill_(at > t[:, None], -torch.inf).amax(-1, keepdim=True)
+    scores = scores.scatter(-1, own[:, None].expand(*z.shape[:2], -1, 1), seen)
+    return scores.masked_fill_(torch.arange(N, device=t.device) > own[:, None], -torch.inf)
+
+
+def is_free(lists: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
+    """Chosen blocks that are not forced: lists [..., n] of the queries at positions t [...]; -1 is neither."""
+    back = (t // config.block_size).unsqueeze(-1) - lists
+    return (lists >= config.init_blocks) & (back >= config.local_blocks)
+
+
+def free_mass(
+    q: Tensor,
+    k: Tensor,
+    q_index: Tensor,
+    k_index: Tensor,
+    lists: Tensor,
+    lse: Tensor,
+    *,
+    spec: CallSpec,
+    q_offset: int,
+) -> tuple[Tensor, Tensor]:
+    """What the index' loss is made of.
+
+    Args:
+        q: [B, T, Hq, D]; k: [B, S, Hkv, D].
+        q_index: [B, T, Hs, Di]; k_index: [B, S, Hs or 1, Di].
+        lists: int32 [B, T, Hs, n], ascending, then -1, as they were chosen.
+        lse: [B, T, Hq], of the selected branch.
+
+    Returns:
+        m [B, T, Hs, n] in the accumulation dtype: the selected branch's probability in each free block, the mean over
+        the list's query heads, 0 elsewhere; and int64 [B, T, Hs, n], the token of the block with the largest score.
+    """
+    (B, S), Hs, size = k.shape[:2], lists.shape[2], min(spec.config.block_size, k.shape[1])
+    t = torch.arange(q.shape[1], device=q.device) + q_offset
+    q, q_index, lse = (by_head(x, Hs) for x in (q, q_index, lse))
+    k, k_index = (blocks_of(x, Hs, size) for x in (k, k_index))
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    mass = lse.new_zeros(*q.shape[:2], lists.shape[-1])
+    best = torch.zeros_like(mass, dtype=torch.int64)
+    for heads, rows, pairs in chunks_of_lists(q, lists, S, spec, q_offset):
+        p = pairs.scores(pairs.of_queries(q[heads, rows]), pairs.of_blocks(k[heads]), spec.softmax_scale)
+        p = p.sub_(pairs.of_queries(lse[heads, rows]).unsqueeze(-1)).exp_().sum(-1).mean(-1)
+        z = pairs.scores(pairs.of_queries(q_index[heads, rows]), pairs.of_blocks(k_index[heads]), 1.0).squeeze(2)
+        at = (z == z.amax(-1, keepdim=True)).to(torch.int8).argmax(-1)  # the first of several
+        mass[heads, rows], best[heads, rows] = pairs.of_pairs(p), pairs.of_pairs(at)
+    # Pairs of a query are sorted: those of -1 come first.
+    order = torch.arange(lists.shape[-1], device=lists.device) + (lists < 0).sum(-1, keepdim=True)
+    order %= lists.shape[-1]
+    mass, best = (by_token(x.unsqueeze(2), B).gather(-1, order) for x in (mass, best))
+    free = is_free(lists, t[:, None], spec.config)
+    return mass.masked_fill_(~free, 0), best.add_(lists.clamp(min=0) * spec.config.block_size)
+
+
+def loss_rows(q_index: Tensor, k_index: Tensor, mass: Tensor, best: Tensor, free: Tensor, scale: float) -> tuple:
+    """Log-softmax over free blocks of the scores of their best tokens, [B, T, Hs, n], 0 elsewhere; and these tokens'
+    keys [B, T, Hs, n, Di]."""
+    keys = k_index.expand(-1, -1, best.shape[2], -1).transpose(1, 2)  # [B, Hs, S, Di]
+    index = best.transpose(1, 2).flatten(2).unsqueeze(-1)  # [B, Hs, T n, 1]
+    keys = keys.gather(2, index.expand(-1, -1, -1, keys.shape[-1])).unflatten(2, best.shape[1::2]).transpose(1, 2)
+    scores = torch.einsum("bthd,bthnd->bthn", q_index.to(mass.dtype), keys.to(mass.dtype)) * scale
+    empty = ~free.any(-1, keepdim=True)
+    return scores.masked_fill(~free, -torch.inf).masked_fill(empty, 0).log_softmax(-1).masked_fill(~free, 0), keys
+
+
+def loss_sums(
+    q_index: Tensor, k_index: Tensor, mass: Tensor, best: Tensor, free: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator of the loss, for m and tokens as of `free_mass`."""
+    log_pi, _ = loss_rows(q_index, k_index, mass, best, free, scale)
+    total = mass.sum(-1, keepdim=True)
+    log_m = (mass / total.masked_fill(total == 0, 1)).masked_fill(mass == 0, 1).log()
+    return (mass * (log_m - log_pi)).sum(), total.sum()
+
+
+def loss_backward(
+    d: Tensor, q_index: Tensor, k_index: Tensor, mass: Tensor, best: Tensor, free: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``d`` times the numerator in q_index and k_index, in the accumulation dtype."""
+    log_pi, keys = loss_rows(q_index, k_index, mass, best, free, scale)
+    dz = (mass.sum(-1, keepdim=True) * log_pi.exp() - mass).masked_fill_(~free, 0).mul_(d * scale)
+    dq = torch.einsum("bthn,bthnd->bthd", dz, keys.to(dz.dtype))
+    Hs, (B, S, heads, Di) = best.shape[2], k_index.shape
+    head = torch.arange(Hs, device=best.device).expand(B, 1, Hs).unsqueeze(-1) % heads
+    row = best * heads + head + torch.arange(0, B * S * heads, S * heads, device=best.device).view(-1, 1, 1, 1)
+    terms = torch.einsum("bthn,bthd->bthnd", dz, q_index.to(dz.dtype))
+    dk = dz.new_zeros(B * S * heads, Di)
+    if dk.is_cuda:  # sorted there, and so in order
+        dk.index_put_((row.flatten(),), terms.flatten(0, 3), accumulate=True)
+    else:
+        dk.index_add_(0, row.flatten(), terms.flatten(0, 3))
+    return dq, dk.view(B, S, heads, Di)
