@@ -9,9 +9,9 @@ import torch
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from nsa_layer.call import DIFFERENTIABLE, Call, Saved, Signature
+from nsa_layer.call import DIFFERENTIABLE, Call, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.forward import attend, attend_selected
+from nsa_layer.cute.forward import attend, attend_selected, compiling
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.head_groups import (
     as_kernels_read,
@@ -30,7 +30,6 @@ from nsa_layer.kernels.pooling.mean_pool import mean_pool_backward
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project_backward
 from nsa_layer.support import reads_unions
-from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
 START = 64  # rows that row sums of packed sequences start at multiples of
@@ -51,17 +50,13 @@ def backward(
 
     Args:
         o: of forward, where the selected branch is alone.
-        dq: is written where it is given.
+        dq: written, if not None.
         window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
             as None.
         together: as in forward.
     """
     (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
-
-    def signature() -> Signature:
-        return Signature.of(call._asdict(), call.spec, plan, backward=True)
-
-    with compile_missing(signature) if together else nullcontext():
+    with compiling(call, plan, backward=True) if together else nullcontext():
         if call.alone:
             grads = backward_selected(call, varlen, do, o, saved.lse_slc)
             return *grads, *[None] * (len(DIFFERENTIABLE) - 3)
@@ -154,8 +149,8 @@ def backward_group(
             dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
             sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
         if not spec.lengths_known:
-            for x, given, weight in ((dk_cmp, call.k_cmp, w_k), (dv_cmp, call.v_cmp, w_v)):
-                if given is not None or weight is not None:
+            for x, of_caller, weight in ((dk_cmp, call.k_cmp, w_k), (dv_cmp, call.v_cmp, w_v)):
+                if of_caller is not None or weight is not None:
                     varlen.clear_behind_blocks(x)
     stored = []
     if window:
@@ -180,12 +175,12 @@ def backward_group(
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], varlen.cu_seqlens_k)
     if unions:
-        _add_selected(call, varlen, saved, do_slc, rows_slc, dk, dv, layouts[-1].dq.start)
+        _add_selected(call, varlen, saved.block_indices, do_slc, rows_slc, dk, dv, layouts[-1].dq.start)
     if window_adds:  # where the others have written
         with component("convert"):
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
-    own = (d if x is not None else None for x, d in ((call.k_cmp, dk_cmp), (call.v_cmp, dv_cmp)))
-    return gate.d_weight, gate.d_gates, dw_k, dw_v, *own
+    dk_cmp, dv_cmp = None if call.k_cmp is None else dk_cmp, None if call.v_cmp is None else dv_cmp
+    return gate.d_weight, gate.d_gates, dw_k, dw_v, dk_cmp, dv_cmp
 
 
 def _selected_lists(call: Call, varlen: Varlen, saved: Saved, split_dq: bool) -> tuple[dict | None, dict | None]:
@@ -207,7 +202,7 @@ def _recompute(
     of_slc: dict | None,
     of_swa: dict | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The branches' outputs; those that were not saved by the same launches, which give the same bits.
+    """The branches' outputs; what was not saved is recomputed by the same launches, which give the same bits.
 
     Args:
         of_cmp, of_slc, of_swa: options of their calls; None for the window: there is none.
@@ -251,7 +246,7 @@ def _compress_backward(
 def _add_selected(
     call: Call,
     varlen: Varlen,
-    saved: Saved,
+    block_indices: Tensor,
     do: Tensor,
     rows: tuple[Tensor, Tensor],
     dk: KeyGradient,
@@ -263,17 +258,16 @@ def _add_selected(
     Args:
         rows: row sums and log-sum-exps, of which sequences start at multiples of `start`.
     """
-    (q, k, v), spec, q_offset = call[:3], call.spec, call.q_offset
+    spec, starts = call.spec, dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
     with component("pairs"):
-        pairs = token_block_csr(call, varlen, saved.block_indices)
+        pairs = token_block_csr(call, varlen, block_indices)
     with component("slc_dkdv"):
         add = dk.filled or dv.filled
         for grad in (dk, dv):
             if add and not grad.filled:
                 grad.out.zero_()
         into = dict(dk=dk.out, dv=dv.out, add=add, start=start, softmax_scale=spec.softmax_scale)
-        starts = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
-        backward_dkdv(q, k, v, do, *rows, pairs, **into, causal=spec.causal, q_offset=q_offset, **starts)
+        backward_dkdv(*call[:3], do, *rows, pairs, **into, causal=spec.causal, q_offset=call.q_offset, **starts)
 
 
 def backward_selected(call: Call, varlen: Varlen, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,14 +278,11 @@ def backward_selected(call: Call, varlen: Varlen, do: Tensor, o: Tensor, lse: Te
     shape = (*q.shape[:-3], Hq, -(-count // START) * START)
     dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START, q_offset=call.q_offset)
-    fixed |= dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
+    starts = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
     with component("lists"):
         lists = query_lists(call, varlen, call.block_indices)
     with component("slc_dq"):
-        backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed)
+        backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed, **starts)
     del lists
-    with component("pairs"):
-        pairs = token_block_csr(call, varlen, call.block_indices)
-    with component("slc_dkdv"):
-        backward_dkdv(q, k, v, do, dpsum, lse_log2, pairs, dk=dk, dv=dv, **fixed)
+    _add_selected(call, varlen, call.block_indices, do, (dpsum, lse_log2), KeyGradient(dk), KeyGradient(dv), START)
     return dq, dk, dv

@@ -6,7 +6,7 @@ values, and the selected blocks. Block lists are built again in backward; nothin
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -76,18 +76,14 @@ def forward(
 
     Args:
         backward: there will be one.
-        o: is written where it is given.
-        side_stream: takes the window's attention; joined before its output is read. None: all on the current one.
+        o: written, if not None.
+        side_stream: of the window's attention; joined before its output is read. None: all on the current one.
         together: kernels that are missing are compiled side by side, before the first is launched.
     """
     (call, varlen), spec = as_kernels_read(call), call.spec
     if pages is not None:
         varlen = varlen._replace(longest_k=pages.capacity)
-
-    def signature() -> Signature:
-        return Signature.of(call._asdict(), spec, plan, backward=backward)
-
-    with compile_missing(signature) if together else nullcontext():
+    with compiling(call, plan, backward=backward) if together else nullcontext():
         if call.alone:
             o, lse = forward_selected(call, varlen)
             return o, Saved(lse_slc=lse)
@@ -124,9 +120,9 @@ def forward(
                 into = narrow(o, -2, query_heads(*call[:2], *group))
                 g = gated_sum(q, o_cmp, o_slc, o_swa, gate_weight=part.gate_weight, gates=part.gates, out=into)[1]
             selection = (indices, counts) if block_indices is None else (None, None)
-            made = (x if given is None else None for x, given in ((k_cmp, part.k_cmp), (v_cmp, part.v_cmp)))
+            compressed = k_cmp if part.k_cmp is None else None, v_cmp if part.v_cmp is None else None
             outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), plan.kept))
-            of_group = Saved(*selection, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+            of_group = Saved(*selection, *compressed, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
             saved = join_saved(saved, of_group, group, Hkv)
     return o, saved
 
@@ -166,6 +162,11 @@ def forward_selected(call: Call, varlen: Varlen) -> tuple[Tensor, Tensor]:
         return attend_selected(*call[:3], call.spec, options)
 
 
+def compiling(call: Call, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
+    """Within, the call's kernels that are missing are compiled side by side, at the first of them."""
+    return compile_missing(lambda: Signature.of(call._asdict(), call.spec, plan, backward=backward))
+
+
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """New tensors like those that `attend` returns."""
     rows = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
@@ -203,6 +204,6 @@ def attend_selected(
     """
     if reads_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(options))
-    if page_table is not None:  # which takes the place of starts
+    if page_table is not None:  # in place of starts
         options = options | dict(page_table=page_table, cu_seqlens_k=None)
     return attend(q, k, v, spec, options)

@@ -232,16 +232,16 @@ class _Chunk:
         call, pages, starts = self.call, None, None
         capacity, count = call.capacity, call.config.compressed_length(call.capacity)
         caches = self._tensors(*CACHES)
-        kv, own, compressed = caches[:2], caches[2:4], caches[4:]
+        kv, of_window, compressed = caches[:2], caches[2:4], caches[4:]
         if self.how == "rows":
-            kv, own = _each(aligned_rows, kv), _each(aligned_rows, own)
+            kv, of_window = _each(aligned_rows, kv), _each(aligned_rows, of_window)
             compressed = _each(lambda x: aligned_rows(x[:, :count]), compressed)
         elif self.how == "copies":
-            (kv, starts), (own, _) = (self._copied(pair, part, TOKENS, 0, capacity) for pair in (kv, own))
+            (kv, starts), (of_window, _) = (self._copied(pair, part, TOKENS, 0, capacity) for pair in (kv, of_window))
         else:
             if call.config.window_size:
-                own = tuple(shared if x is None else x for x, shared in zip(own, kv))
-                own, starts = self._copied(own, part, WINDOW, 1, call.config.window_size - 1, side_stream)
+                of_window = tuple(shared if x is None else x for x, shared in zip(of_window, kv))
+                of_window, starts = self._copied(of_window, part, WINDOW, 1, call.config.window_size - 1, side_stream)
             pages = Pages(self.tables[0][part], capacity, self.slots[CacheSlots.IN_WINDOW, part], starts)
         if self.how != "rows":
             compressed, _ = self._copied(compressed, part, COMPRESSED, 0, count)
@@ -249,10 +249,10 @@ class _Chunk:
         if count and any(x is not None for x in sources):
             blocks = self._layout(part, 0, count)
             with component("compress"):
-                made = self._compress(sources, starts, *blocks)
-            clear(made, self.slots[:, part], CacheSlots.CMP_END, blocks[0])
-            compressed = tuple(y if x is None else x for x, y in zip(compressed, made))
-        return dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), (*kv, *own, *compressed))), pages
+                means = self._compress(sources, starts, *blocks)
+            clear(means, self.slots[:, part], CacheSlots.CMP_END, blocks[0])
+            compressed = tuple(y if x is None else x for x, y in zip(compressed, means))
+        return dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), (*kv, *of_window, *compressed))), pages
 
     def _copied(
         self,
@@ -267,7 +267,7 @@ class _Chunk:
 
         Args:
             fields: of the first slot, and of the number of rows.
-            factor, more: room for rows, as for `_layout`.
+            factor, more: rows of a sequence, as for `_layout`.
             side_stream: that copies, if there is one.
         """
         if all(x is None for x in caches):
