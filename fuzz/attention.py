@@ -15,7 +15,6 @@ from fuzz.blocks import pattern_table
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention
 from fuzz.prop import Skip
-from nsa_layer.fork import fork_status
 
 PAST = 256  # rows and columns of a table past the longest sequence: whole tiles read it
 SOFTCAP = 3.0
@@ -178,9 +177,7 @@ def results(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
     else:
         forwards, backwards = lists.values() if lists else (None, None)
         o, lse = forward(case, x, forwards)
-        # The unpatched package has no arguments for two passes.
-        passes = dict(block_sparse_tensors_fwd=forwards, passes=case.passes)
-        passes = passes if lists and fork_status().kind != "stock" else {}
+        passes = dict(block_sparse_tensors_fwd=forwards, passes=case.passes) if lists else {}
         grads = [backward(case, x, o, lse, backwards, **passes)[:3] for _ in range(times)]
     return [dict(zip(NAMES, (o.detach(), lse.detach(), *each))) for each in grads]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from fuzz.case import Attention
-from nsa_layer.fork import fork_status
 
 PACKED, WINDOW, COMPRESSED = dict(packed=((1, 1),)), dict(window=(0, 0)), dict(compress=(16, 15))
 
@@ -27,7 +26,7 @@ def packed(form: str, **options: Any) -> Attention:
     return listed(**PACKED, form=form, **options)
 
 
-ALL = (
+KINDS = (
     call(),
     call(D=128, causal=True, dtype="float16"),
     call(D=128, causal=True, deterministic=True, Hkv=4),
@@ -91,15 +90,5 @@ ALL = (
 )
 
 
-def in_stock(case: Attention | None) -> bool:
-    """True if the unpatched package has all that this asks for, and gets it right where its faults are known."""
-    if case is None:
-        return True
-    own = case.packed or case.deterministic or case.plan or case.passes is not None or case.form == "shared"
-    plain = not own and case.list_heads in (1, case.Hq) and case.block == (128, 128)
-    return (case.lists is None or plain) and case.compress is None and not (case.mask_mod == "table" and case.packed)
-
-
-KINDS = tuple(filter(in_stock, ALL)) if fork_status().kind == "stock" else ALL
 EXACT = tuple(case for case in KINDS if case.deterministic)
 """Those whose gradients have to have the same bits twice."""

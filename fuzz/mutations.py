@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import reduce, wraps
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -107,9 +107,8 @@ def always(value: Any) -> Change:
 
 
 def all_mutations() -> dict[str, Mutation]:
-    names = ("lists", "layer", "kernels", "models")
-    for module in (f"fuzz.faults_in_{name}" for name in names):
-        import_module(module)
+    for name in ("layer", "kernels", "models"):
+        import_module(f"fuzz.faults_in_{name}")
     return MUTATIONS
 
 
@@ -126,11 +125,9 @@ def planted(name: str, *, load: bool = True) -> Iterator[Mutation]:
         properties()  # they import what they check by name
     mutation = all_mutations()[name]
     path, _, attribute = mutation.target.partition(":")
-    owner: Any = import_module(path)
     *outer, last = attribute.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    original = owner.__dict__[last]
+    owner: Any = reduce(getattr, outer, import_module(path))
+    original = vars(owner)[last]
     wrong: Any = mutation.change(getattr(original, "__func__", original))
     if isinstance(original, (staticmethod, classmethod)):
         wrong = type(original)(wrong)

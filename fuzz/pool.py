@@ -24,7 +24,7 @@ from fuzz.prop import SM90, SM100, Property, properties
 from fuzz.run import Budget, Failure, Outcome, run_property
 from nsa_layer.warm_up.lookup import ENVIRONMENT as KERNEL_ENVIRONMENT
 
-PATIENCE = 120.0  # seconds that one example may take before it counts as a hang, and a worker to import what it checks
+PATIENCE = 180.0  # seconds that one example may take before it counts as a hang, and a worker to import what it checks
 GRACE = 30.0  # seconds that the last slices may take beyond the time
 SLICE = Budget(examples=2000, seconds=3.0)  # with a property, before another one's turn
 LONGEST = 1 << 16  # bytes of a case

@@ -12,9 +12,7 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from fuzz.case import Attention
-from nsa_layer.fork import fork_status
 
-STOCK_MODULES = ("kernels",)  # the others ask for modules of the fork
 GPU, SM90, SM100 = "gpu", "sm_90", "sm_100"  # what a property may need; the latter two compile without a GPU
 
 
@@ -32,7 +30,6 @@ class Property:
         kinds: what kernels are compiled for; each is drawn from on its own.
         needs: GPU, SM90, SM100 or nothing.
         pr: examples that `tests/fuzz` draws; `python -m fuzz` goes on until its time is over.
-        stock: whether the unpatched package has what the property asks of it.
     """
 
     name: str
@@ -41,7 +38,6 @@ class Property:
     kinds: tuple[Attention | None, ...] = (None,)
     needs: str = ""
     pr: int = 12
-    stock: bool = False
 
     def strategy(self, kind: int = 0) -> SearchStrategy:
         chosen = self.kinds[kind]
@@ -64,12 +60,10 @@ def holds(name: str, cases: Callable[..., SearchStrategy], **options: Any) -> Ca
 
 
 def properties() -> dict[str, Property]:
-    """All of them, by name; where the unpatched package is installed, those that it has to satisfy."""
-    stock = fork_status().kind == "stock"
-    every = sorted(file.stem for file in Path(__file__).with_name("properties").glob("[!_]*.py"))
-    for module in STOCK_MODULES if stock else every:
-        import_module(f"fuzz.properties.{module}")
-    return {name: prop for name, prop in _all.items() if prop.stock or not stock}
+    """All of them, by name."""
+    for file in sorted(Path(__file__).with_name("properties").glob("[!_]*.py")):
+        import_module(f"fuzz.properties.{file.stem}")
+    return _all
 
 
 @contextmanager

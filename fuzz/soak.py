@@ -125,5 +125,4 @@ def main(argv: Sequence[str]) -> int:
         return 2
     grown = {name: growth(settled, name) for name in Sample._fields[1:]}
     print("growth, MiB a minute: " + ", ".join(f"{name} {value:+.2f}" for name, value in grown.items()))
-    print(f"from {settled[0]} to {settled[-1]}")
     return 1 if max(grown.values()) >= MOST_GROWTH else 0

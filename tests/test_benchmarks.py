@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,28 +133,6 @@ def test_ranks_are_timed_beside_ranks_alone(one_rank: Callable[..., Namespace]) 
     assert "heads, alone" in ranks.table(rows)
     count = []
     assert ranks.in_a_row(lambda: count.append(0), 5)[0] > 0 and len(count) == 5
-
-
-def test_longer_calls_are_tried_until_one_does_not_fit(
-    one_rank: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def attend(inputs: dict[str, torch.Tensor], do: torch.Tensor, **_: object) -> None:
-        held.append(weakref.ref(do))
-        if inputs["q"].shape[1] > 64:
-            raise torch.OutOfMemoryError
-
-    held: list[weakref.ref] = []
-    monkeypatch.setattr(ranks, "attend", attend)
-    monkeypatch.setattr(ranks, "clear", lambda: tried.append([x() for x in held]))
-    tried: list[list[object]] = []
-    rows = list(ranks.longest(one_rank(["longest", "--longest-tokens", "32", "64", "96", "128"])))
-    for variant in (ranks.ONE, "heads", "gather"):
-        assert [(row["T"], row["fits"]) for row in rows if row["variant"] == variant] == [
-            (32, True),
-            (64, True),
-            (96, False),
-        ]
-    assert len(tried) == 9 and not any(x is not None for each in tried for x in each), "memory is free again"
 
 
 def test_a_block_is_trained_on_what_it_returns() -> None:

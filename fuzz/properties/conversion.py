@@ -9,7 +9,7 @@ from torch import nn
 
 from fuzz.case import Prompt
 from fuzz.prop import holds, refused
-from fuzz.properties.models import CONFIG, SIZES, WithoutWeight, prompts
+from fuzz.properties.models import CONFIG, SIZES, prompts
 
 KEPT = ("checkpointing", "hook", "attention's hook", "device map", "training")
 REFUSED = {
@@ -73,7 +73,7 @@ def conversion_refuses_what_it_cannot_keep(case: Prompt) -> None:
     elif case.change == "offloaded":
         attention._hf_hook = object()
     elif case.change == "adapter":
-        attention.q_proj = WithoutWeight(nn.Linear(16, 16))
+        attention.q_proj = nn.Sequential(nn.Linear(16, 16))
     elif case.change == "wrapped forward":
         forward = attention.forward
         attention.forward = lambda *args, **options: forward(*args, **options)

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: against dense attention in fp64, the same bits where that is promised, one call and another."""
+"""The kernels: against dense attention in fp64, bits that repeat, one call and another, on a GPU; and compiled."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuzz import strategies
-from fuzz.attention import make_inputs, run, sequences
-from fuzz.case import Attention
-from fuzz.kinds import EXACT, KINDS
+from fuzz.attention import make_inputs, results, run, sequences
+from fuzz.case import FORMS, Attention
+from fuzz.kinds import COMPRESSED, EXACT, KINDS, PACKED, WINDOW
 from fuzz.oracle import assert_right, rounded_terms
-from fuzz.prop import GPU, holds
+from fuzz.prop import GPU, SM90, SM100, Skip, holds
 
 
-@holds("attention.is its definition", strategies.attention, kinds=KINDS, needs=GPU, stock=True)
+@holds("attention.is its definition", strategies.attention, kinds=KINDS, needs=GPU)
 def is_its_definition(case: Attention) -> None:
     x = make_inputs(case)
     (got,) = run(case, x)
     assert_right(case, x, got, partial(rounded_terms, x))
 
 
-@holds("attention.same bits", strategies.attention, kinds=EXACT, needs=GPU, stock=True)
+@holds("attention.same bits", strategies.attention, kinds=EXACT, needs=GPU)
 def same_bits(case: Attention) -> None:
     """Output and deterministic gradients, 200 times over, while other work comes and goes."""
     x, first = make_inputs(case), None
@@ -83,7 +85,7 @@ def keys_seen(case: Attention, t: int) -> int:
     return max(0, min(T_k, seen))
 
 
-@holds("relations.causality", strategies.attention, kinds=CAUSAL, needs=GPU, stock=True)
+@holds("relations.causality", strategies.attention, kinds=CAUSAL, needs=GPU)
 def causality(case: Attention) -> None:
     """Later queries and keys change no bit of an output, and get no gradient from it."""
     case = replace(case, layout="contiguous")
@@ -98,3 +100,50 @@ def causality(case: Attention) -> None:
     for name, n in (("dq", t + 1), ("dk", seen), ("dv", seen)):
         for result in (once, other):
             assert not result[name][:, n:].any(), f"{name} past {n} is not 0, for outputs up to query {t}"
+
+
+def compiles(case: Attention) -> None:
+    """Forward and backward of a case; tensors have shapes and nothing in them, which autograd cannot work on."""
+    case = replace(case, autograd=False)
+    with FakeTensorMode():
+        try:
+            results(case, make_inputs(case))
+        except NotImplementedError:
+            raise Skip from None
+
+
+@st.composite
+def any_kind(draw: st.DrawFn, arch: int) -> Attention:
+    """Every combination of features that one of the kernels may be asked for."""
+    D, Dv = draw(st.sampled_from(((64, None), (128, None), (96, None), (192, 128))))
+    Hkv = draw(st.sampled_from((1, 2, 4))) if Dv is None else 4  # heads share keys only where v is as wide as they are
+    packed, deterministic = draw(st.booleans()), draw(st.booleans())
+    masks = ({}, dict(causal=True), WINDOW, COMPRESSED, dict(mask_mod="table"))
+    options = draw(st.sampled_from(masks)) | (PACKED if packed else {})
+    if D in (64, 128) and draw(st.booleans()):
+        form = draw(st.sampled_from(FORMS if packed else ("padded", "shared")))
+        block_q = draw(st.sampled_from((64, 128, 192, 256) if arch == 90 else (128, 256, 384)))
+        two = arch == 90 and "compress" not in options and block_q % 128 == 0
+        options |= dict(
+            lists=draw(st.sampled_from(("both", "no full"))),
+            form=form,
+            list_heads=1 if form == "shared" else draw(st.sampled_from((1, Hkv, 4))),
+            block=(block_q, draw(st.sampled_from((64, 128))) if arch == 90 else 128),
+            # A plan is of every sequence's lists.
+            plan=int(form != ("padded" if packed else "shared") and draw(st.booleans())),
+            passes=draw(st.sampled_from((None, 1, 2) if two else (None, 1) if arch == 90 else (None,))),
+        )
+    kind = Attention(
+        **options,
+        D=D,
+        Dv=Dv,
+        Hkv=Hkv,
+        deterministic=deterministic,
+        dtype=draw(st.sampled_from(("bfloat16", "float16"))),
+        expanded=draw(st.sampled_from(("", "batch", "heads") if not packed else ("", "heads"))),
+    )
+    return draw(strategies.attention(kind))
+
+
+holds("compiling.sm_90", partial(any_kind, 90), needs=SM90)(compiles)
+holds("compiling.sm_100", partial(any_kind, 100), needs=SM100)(compiles)

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from fuzz import query_shards, strategies
 from fuzz.attention import laid_out
 from fuzz.case import LAYOUTS
-from fuzz.causality import assert_backward_causal, assert_forward_causal
 from fuzz.prop import GPU, holds
 from fuzz.properties.kernels import near
 from nsa_layer import NSAConfig
 from nsa_tools.testing.assertions import assert_close_to_reference
-from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
+from nsa_tools.testing.cases import LSES, OWN_KEYS, Backend, Case, Inputs, make_inputs, run, spoilt
 
 NO_BLOCKS = (-7, 99_999_999, 2**40)
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
@@ -80,6 +79,41 @@ def earlier_of_equals(case: Case, backend: str, device: str) -> None:
     got = run(backend, inputs).aux.block_indices
     expected = run("reference", inputs.to(torch.float64)).aux.block_indices
     assert got.equal(expected), f"chosen {got.tolist()}, expected {expected.tolist()}"
+
+
+def assert_forward_causal(case: Case, backend: Backend, t: int, device: torch.device | str = "cpu") -> None:
+    """Changing every input of the tokens after t changes no bit of what belongs to the tokens up to t. That
+    is o, the LSEs, and the lists of the tiles that start at t or before."""
+    inputs, other = make_inputs(case, device), make_inputs(replace(case, seed=case.seed + 1), device)
+    changed = {}
+    for name in ("q", "k", "v", "gates", "k_win", "v_win"):
+        x = getattr(inputs, name)
+        if x is not None:
+            # Large, so that other blocks are chosen wherever later tokens have a say.
+            later = x[:, t + 1 :] if name == "gates" else 8 * getattr(other, name)[:, t + 1 :]
+            changed[name] = torch.cat([x[:, : t + 1], later], dim=1)
+    before, after = run(backend, inputs), run(backend, replace(inputs, **changed))
+    tiles = t // case.config.q_tile + 1
+    kept = {"o": (before.o[:, : t + 1], after.o[:, : t + 1])}
+    kept["block_indices"] = tuple(r.aux.block_indices[:, :tiles] for r in (before, after))
+    kept |= {name: tuple(getattr(r.aux, name)[..., : t + 1] for r in (before, after)) for name in LSES}
+    for name, (old, new) in kept.items():
+        differ = (old != new).nonzero()
+        assert not len(differ), f"{name}{differ[0].tolist()} depends on tokens after {t}\n{case!r}"
+
+
+def assert_backward_causal(case: Case, backend: Backend, t: int, device: torch.device | str = "cpu") -> None:
+    """The gradient of o[.. t] with respect to every input of the tokens after t is exactly 0."""
+    inputs = make_inputs(case, device)
+    do = inputs.do.clone()
+    do[:, t + 1 :] = 0
+    grads = run(backend, replace(inputs, do=do)).grads
+    later = dict.fromkeys(("q", "k", "v", "gates", "k_win", "v_win"), t + 1)
+    later |= dict.fromkeys(("k_cmp", "v_cmp"), max(0, (t - case.config.offset) // case.config.stride + 1))
+    for name, first in later.items():
+        if name in grads:
+            differ = (grads[name][:, first:] != 0).nonzero()
+            assert not len(differ), f"d{name}{differ[0].tolist()} after {t} is not 0\n{case!r}"
 
 
 def causal_only(case: Case) -> Case:

@@ -15,7 +15,7 @@ from typing import Any
 
 Arguments = dict[str, Any]
 Row = tuple[Any, ...]  # (names of arguments, exception, regular expression in which {} is the name, *values)
-PARTS = ("layer", "lists", "attention", "two_passes")
+PARTS = ("layer", "lists", "attention")
 
 
 class Together(dict):

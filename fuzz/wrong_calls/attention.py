@@ -1,4 +1,4 @@
-"""Refused calls of attention with what the fork adds to it: compressed-causal masking, block lists, their checks."""
+"""Refused calls of attention with what the fork adds: compressed-causal masking, block lists, two passes over them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuzz.attention_lists import both_directions, sides
 from fuzz.blocks import each_tensor
 from fuzz.case import FORMS, Blocks, Packed
 from fuzz.corrupt import spoil
-from fuzz.wrong_calls import NO_SCALES, Row, Table, Together, changed
+from fuzz.wrong_calls import NO_SCALES, NOT_A_BOOL, Row, Table, Together, changed
 
 B, M, N, HQ, HKV, D = 2, 3, 2, 4, 2, 64
 TQ, TK = M * 128, N * 128
@@ -323,6 +323,61 @@ PLAN = (
     ("batch", ValueError, "lists for 2 sequences, the call has 3", 3),
 )  # fmt: skip
 PLAN_SM100 = ((BOTH[0], NotImplementedError, "only backward on SM90 follows a plan", lambda _: moved(PLANNED, "cuda")),)
+NO_BLOCKS = "blocks of .* queries and .* keys: the dq pass takes multiples of 128"
+BAD_BLOCKS = [changed(block_size=size) for size in ((64, 128), (128, 96), (100, 128))]
+
+
+def asked_for(device: str) -> dict[str, Any]:
+    forward, backward = (moved(each, device) for each in SIDES)
+    lists = dict(block_sparse_tensors_fwd=forward, block_sparse_tensors=backward)
+    return dense_backward(device) | dict(passes=2) | lists
+
+
+ONE_LIST = both_directions(Blocks(B=B, H=1, M=M, N=N, pattern="full"))[1]
+OF_GROUPS = plan_backward(ONE_LIST, num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M, per_group=True)
+
+
+def without(device: str) -> dict[str, Any]:
+    arguments = asked_for(device)
+    del arguments["passes"], arguments["block_sparse_tensors_fwd"]
+    return arguments | dict(without_dq=True)
+
+
+def score(s: Any, b: Any, h: Any, i: Any, j: Any, aux: Any) -> Any:
+    return s
+
+
+ALONE = "{} cannot be given together with passes=2"
+BWD, FWD = "block_sparse_tensors", "block_sparse_tensors_fwd"
+TWO = (
+    ("passes", ValueError, "passes is .*, expected 1, 2 or None", 0, 3, 2.0, "2", True),
+    (f"{BWD} {FWD}", NotImplementedError, "passes=2: two passes loop over block lists of both directions", None),
+    (BWD, NotImplementedError, "passes=2: no tile for backward lists of blocks", changed(block_size=(128, 96))),
+    (FWD, NotImplementedError, f"passes=2: {NO_BLOCKS}", *BAD_BLOCKS),
+    *shapes(FWD),
+    ("score_mod", ValueError, ALONE, score),
+    ("softcap", ValueError, ALONE, 3.0),
+    ("aux_scalars", ValueError, ALONE, (1,)),
+    ("learnable_sink", ValueError, ALONE, torch.zeros(HQ)),
+    ("compress_factor", ValueError, ALONE, Together(causal=True, compress_factor=16)),
+)
+WITHOUT = (
+    (BWD, NotImplementedError, "without_dq=True without block lists", None),
+    (BWD, ValueError, r"expects sparse_block_size\[1\]=128", changed(block_size=(128, 96))),
+    ("dq", ValueError, "dq cannot be given together with without_dq=True", torch.empty(1)),
+    ("learnable_sink", ValueError, "learnable_sink cannot be given together with without_dq=True", torch.zeros(HQ)),
+    ("without_dq", *NOT_A_BOOL, 0),
+    (BWD, ValueError, "lists for each of 4 query heads",
+     lambda lists: moved(SIDES[1]._replace(plan=OF_GROUPS.plan, plan_per_group=True), "cuda")),
+    (BWD, NotImplementedError, "one pass loops over query heads one by one",
+     lambda lists: Together(block_sparse_tensors=moved(OF_GROUPS, "cuda"), without_dq=False)),
+)  # fmt: skip
+TWO_PASSES = (
+    Table("backward of flash_attn_func, two passes", _flash_attn_bwd, asked_for, TWO, "cuda"),
+    Table("backward of flash_attn_func, without dq", _flash_attn_bwd, without, WITHOUT, "cuda"),
+    Table("backward of flash_attn_func, without dq on sm_100", _flash_attn_bwd, backward_call,
+          (("without_dq", NotImplementedError, "on sm_100", True),), "cuda", arch=100),
+)  # fmt: skip
 TABLES = (
     Table("flash_attn_func, compressed", flash_attn_func, partial(compressed, packed=False), COMPRESSED, "cuda"),
     Table("flash_attn_varlen_func, compressed", flash_attn_varlen_func, partial(compressed, packed=True), COMPRESSED,
@@ -359,4 +414,5 @@ TABLES = (
     Table("backward_layout", backward_layout, qkv, LAYOUT, "cuda"),
     Table("convert", convert, converted, CONVERT, "cuda"),
     Table("backward of flash_attn_func, shared", _flash_attn_bwd, shared_call, SHARED, "cuda"),
+    *TWO_PASSES,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from fuzz.attention import backward, forward, make_inputs, outputs
 from fuzz.attention_lists import backward_lists, sides
 from fuzz.case import Attention as Case
 from fuzz.case import Packed
-from fuzz.properties.packed import plan
+from fuzz.properties.lists import plan_of_packs
 
 WITHOUT_PLAN = PACKED | dict(deterministic=True, launch="right to left")
 ORDERED = [
@@ -123,4 +123,4 @@ def test_a_list_that_all_heads_share_is_read_once(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
 def test_a_pack_without_keys_has_a_plan_of_nothing(form: str) -> None:
-    plan(Packed(form=form, packed=((5, 0), (0, 0), (3, 0))))
+    plan_of_packs(Packed(form=form, packed=((5, 0), (0, 0), (3, 0))))

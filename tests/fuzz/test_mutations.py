@@ -1,13 +1,12 @@
-"""Planted faults are found within their time, by the properties that name them, and only while they are planted."""
+"""Properties hold, and find planted faults within their time, those that name them, and only while they are planted."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from functools import reduce
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -17,9 +16,32 @@ from fuzz.mutations import all_mutations, planted
 from fuzz.prop import GPU, properties
 from fuzz.run import Budget, check_one, parse_case, run_property
 
-ALL = all_mutations()
-HANGS = "codec hangs"  # for the watchdog, see test_pool
+PROPERTIES, ALL = properties(), all_mutations()
+HANGS = "codec hangs"  # for the watchdog, see test_run
 ON_A_CPU = [name for name, mutation in ALL.items() if not mutation.needs and name != HANGS]
+
+
+def assert_holds(name: str, kind: int, budget: Budget) -> None:
+    outcome = run_property(PROPERTIES[name], budget, kind=kind)
+    assert outcome.failure is None, f"{outcome.failure.case}\n{outcome.failure.error}\n{outcome.failure.trace}"
+    assert outcome.examples, "no example ran"
+
+
+@pytest.mark.parametrize("name", [name for name, prop in PROPERTIES.items() if not prop.needs])
+def test_it_holds(name: str) -> None:
+    assert_holds(name, 0, Budget(examples=PROPERTIES[name].pr, seconds=30, shrink=10))
+
+
+# Some kinds of kernels of each property: compiling them all takes minutes. `python -m fuzz` takes all.
+KERNELS = [
+    (name, kind) for name, prop in PROPERTIES.items() if prop.needs == GPU for kind in range(0, len(prop.kinds), 6)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "kind"), KERNELS)
+def test_it_holds_for_kernels(name: str, kind: int) -> None:
+    assert_holds(name, kind, Budget(examples=8, seconds=20, shrink=10))
 
 
 def test_kernel_faults_have_kinds_to_show_in() -> None:
@@ -33,8 +55,7 @@ def test_kernel_faults_have_kinds_to_show_in() -> None:
 @pytest.mark.parametrize("name", [name for name, m in ALL.items() if m.needs == GPU])
 def test_kernel_faults_take_what_the_function_takes(name: str) -> None:
     """A fault of another signature would be found by a TypeError."""
-    path, _, attribute = ALL[name].target.partition(":")
-    original = reduce(getattr, attribute.split("."), import_module(path))
+    original = resolve_name(ALL[name].target)
     takes = signature(getattr(original, "__func__", original)).parameters.values()
     positional = [p.name for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = {p.name: None for p in takes if p.kind is p.KEYWORD_ONLY}
@@ -51,7 +72,7 @@ def test_a_semaphore_value_that_never_comes() -> None:
 
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_it_is_found(name: str) -> None:
-    chosen = [prop for prop in properties().values() if prop.name.startswith(ALL[name].properties) and not prop.needs]
+    chosen = [prop for prop in PROPERTIES.values() if prop.name.startswith(ALL[name].properties) and not prop.needs]
     assert chosen
     budget = Budget(examples=400, seconds=ALL[name].seconds / len(chosen), shrink=0.1, seed=1)
     with planted(name):
@@ -60,7 +81,7 @@ def test_it_is_found(name: str) -> None:
     assert failure is not None, f"none of {[prop.name for prop in chosen]} noticed"
     case = parse_case(failure.case)
     assert repr(case) == failure.case
-    assert check_one(properties()[failure.property], case) is None, "it fails without the fault as well"
+    assert check_one(PROPERTIES[failure.property], case) is None, "it fails without the fault as well"
 
 
 @pytest.mark.sweep
@@ -102,7 +123,7 @@ def test_it_is_found_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, bwd_dq_interface._compiled):
         monkeypatch.setattr(function, "compile_cache", JITCache())  # never on disk
-    (prop,) = [each for each in properties().values() if each.name.startswith(ALL[name].properties)]
+    (prop,) = [each for each in PROPERTIES.values() if each.name.startswith(ALL[name].properties)]
     suiting = [i for i, kind in enumerate(prop.kinds) if ALL[name].suits(kind)]
     with planted(name):
         outcomes = (run_property(prop, Budget(examples=15, shrink=0), kind=i) for i in suiting)

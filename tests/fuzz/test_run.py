@@ -98,6 +98,9 @@ def test_exit_codes(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture)
     said = capsys.readouterr()
     assert "examples of 1 properties, 0 failed" in said.out
     assert "examples, 0 failed" in said.err, "a progress line"
+    assert main(["--list-mutations"]) == main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert "leaking selection" in said and "attention.is its definition" in said
     assert main(["--only", "no such property", *folder]) == 2
     assert main(["--mutate", "no such fault"]) == 2
     assert main(["--mutate", "zero taken", *folder]) == 1
@@ -105,13 +108,6 @@ def test_exit_codes(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert f"--replay {path} --mutate 'zero taken'" in capsys.readouterr().out
     assert main(["--replay", str(path), "--mutate", "zero taken"]) == 1
     assert main(["--replay", str(path)]) == 0
-
-
-def test_commands_without_work(capsys: pytest.CaptureFixture) -> None:
-    assert main(["--list-mutations"]) == 0
-    assert "leaking selection" in capsys.readouterr().out
-    assert main(["--list"]) == 0
-    assert "attention.is its definition" in capsys.readouterr().out
 
 
 def test_a_hang_becomes_a_report(forked: None, tmp_path: Path) -> None:
@@ -156,9 +152,6 @@ def test_canaries_and_nan() -> None:
     x.as_strided((16,), (1,), x.storage_offset())[15] = 1
     with pytest.raises(AssertionError, match="4 bytes written after allocation 1"):
         guard.check()
-
-
-def test_changed_inputs_are_noticed() -> None:
     tensors = {"x": torch.tensor([0.0, float("nan")]), "none": None}
     check = untouched(tensors)
     check()

@@ -13,8 +13,8 @@ import nsa_layer
 from flash_attn import cute
 from flash_attn.cute import block_lists
 from fuzz.wrong_calls import Table, tables
+from fuzz.wrong_calls.attention import TWO_PASSES
 from fuzz.wrong_calls.check import complaint, fake_gpu, no_kernels
-from fuzz.wrong_calls.two_passes import TABLES as TWO_PASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 # Words of the documentation that are also names of functions, or functions that take what they get as it is.

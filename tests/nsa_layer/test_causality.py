@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuzz.causality import assert_backward_causal, assert_forward_causal
+from fuzz.properties.layer import assert_backward_causal, assert_forward_causal
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case
 
