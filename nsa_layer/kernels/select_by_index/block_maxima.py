@@ -146,7 +146,7 @@ class BlockMaxima:
         first = step % spec.products_a_step * spec.blocks_a_product
         for i in cutlass.range_constexpr(len(values)):
             block = first + 2 * i + x // 2 if const_expr(spec.blocks_a_product > 1) else first
-            target[block] = (values[i] >> 1) + (1 << 30)
+            target[spec.position(block)] = (values[i] >> 1) + (1 << 30)
 
 
 def largest(values: list[Int32]) -> Int32:
@@ -158,7 +158,7 @@ def largest(values: list[Int32]) -> Int32:
 
 
 def halve(values: list[Int32], odd: cutlass.Boolean, mask: int) -> list[Int32]:
-    """Maxima over two lanes, of which one keeps the even and one the odd places; both the only one."""
+    """Maxima over two lanes, of which one keeps the even and one the odd ones; both the only one."""
     if len(values) == 1:
         return [cutlass.max(values[0], cute.arch.shuffle_sync_bfly(values[0], mask))]
     pairs = list(zip(values[::2], values[1::2]))

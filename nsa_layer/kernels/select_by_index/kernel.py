@@ -87,7 +87,7 @@ class IndexTopK:
         number = warp // WARPS
         if number == 1:
             if const_expr(spec.registers is not None):
-                cute.arch.setmaxregister_decrease(spec.registers[1])
+                cute.arch.setmaxregister_increase(spec.registers[1])
             BestBlocks(spec, scheduler, sScores, sColumns, sSelected).run()
         elif number == 2:
             if const_expr(spec.registers is not None):

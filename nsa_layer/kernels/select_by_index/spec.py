@@ -48,7 +48,7 @@ class IndexTopKSpec(TokenTopKSpec):
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
-        """Of a thread that multiplies, that keeps lists, that loads; None: as many each, which is enough."""
+        """Of a thread that multiplies, that keeps lists, that loads, in place of 128; None: as many each."""
         return (168, 144, 24) if self.groups > 1 else None
 
     @property

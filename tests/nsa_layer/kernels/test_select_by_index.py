@@ -139,6 +139,14 @@ def test_registers_suffice() -> None:
     assert shared_worker("sm_90").run(stack_and_order, "Di 64, fp16") == ([0], False)
 
 
+def test_registers_are_there_to_take() -> None:
+    """A warpgroup that asks for more than others gave back waits forever."""
+    from nsa_layer.kernels.select_by_index.spec import IndexTopKSpec
+
+    multiply, lists, loads = IndexTopKSpec.of(32, 16, 1, 2, False, 64, False, False).registers
+    assert loads <= 128 <= min(multiply, lists) and 2 * multiply + lists + loads <= 4 * 128
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("name", CASES)
