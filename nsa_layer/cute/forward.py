@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from flash_attn.cute.fwd_unions.interface import forward_unions
-from flash_attn.cute.multiply.form import by_warp
+from flash_attn.cute.mma.form import use_mma_sync
 from flash_attn.cute.runtime import repeated_calls
 from nsa_layer.call import Call, CallSpec, Saved, Signature
 from nsa_layer.config import NSAConfig
@@ -202,7 +202,7 @@ def attend_selected(
         options: `selected_options`.
         page_table: int32 [B, n], of keys on pages, where `selected.reads_pages`.
     """
-    if reads_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
+    if reads_unions(spec.config, listed=spec.listed) and use_mma_sync(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(options))
     if page_table is not None:  # in place of starts
         options = options | dict(page_table=page_table, cu_seqlens_k=None)

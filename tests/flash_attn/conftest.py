@@ -31,9 +31,9 @@ def compiler_sm100() -> Worker:
 
 
 @pytest.fixture
-def by_warp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def use_mma_sync(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Kernels by token compute products warp by warp, as SM100's do."""
-    from flash_attn.cute.multiply import form
+    from flash_attn.cute.mma import form
 
     monkeypatch.setattr(form, "FORCED", request.param)
     return request.param

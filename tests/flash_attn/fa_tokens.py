@@ -76,13 +76,13 @@ def by_length(G: int, T: int) -> TokenCase:
 
 
 def both_ways(cases: list[Any]) -> Any:
-    """Parametrize (by_warp, case): products by warpgroup, and by warp as in SM100's kernels, which Hopper runs as well.
+    """Parametrize (use_mma_sync, case): by wgmma, and by mma.sync as in SM100's kernels, which Hopper runs as well.
 
-    By warp without lists by head, and at head dimensions 64 and 128.
+    By mma.sync without lists by head, and at head dimensions 64 and 128.
     """
     ways = [(False, case) for case in cases]
     ways += [(True, case) for case in cases if not case.by_head and case.D in (64, 128)]
-    return pytest.mark.parametrize(("by_warp", "case"), ways, indirect=["by_warp"], ids=str)
+    return pytest.mark.parametrize(("use_mma_sync", "case"), ways, indirect=["use_mma_sync"], ids=str)
 
 
 def listed_blocks(case: TokenCase, device: str = "cuda") -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from fa_compile import Worker
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
-from flash_attn.cute.multiply.host import with_plain_strides
+from flash_attn.cute.mma.host import with_plain_strides
 from flash_attn.cute.runtime import call_options
 from fuzz.attention import forward, make_inputs
 from fuzz.attention_lists import backward_lists, forward_lists

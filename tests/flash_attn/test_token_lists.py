@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
-from flash_attn.cute.multiply import form as multiply
+from flash_attn.cute.mma import form as mma
 from fuzz.attention import Inputs, Tensors, make_inputs, options, outputs
 from fuzz.attention_lists import on_device, on_gpu
 from fuzz.canary import Guarded
@@ -266,7 +266,7 @@ def kernels_of_layer() -> set[tuple[str, bool | None]]:
     static = dict(dtype=torch.bfloat16, config=NSAConfig(q_tile=1))
     with built_kernels("") as kernels:
         make_call(Shape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, **static).signature())
-    return {(type(kernel).__name__, getattr(getattr(kernel, "spec", None), "by_warp", None)) for kernel in kernels}
+    return {(type(kernel).__name__, getattr(getattr(kernel, "spec", None), "use_mma_sync", None)) for kernel in kernels}
 
 
 def test_the_layer_asks_for_kernels_by_warp(compiler_sm100: Worker) -> None:
@@ -391,7 +391,7 @@ def test_autograd_and_list_tools_refuse_bits(launched: None, lists: BlockSparseT
 
 def assert_forward(case: TokenCase, x: Inputs, lists: Any, exact: Tensors, rough: Tensors) -> None:
     with Guarded("cuda") as guard:
-        o, lse = (by_union_kernel if multiply.FORCED else attend)(case, x, lists)
+        o, lse = (by_union_kernel if mma.FORCED else attend)(case, x, lists)
         torch.cuda.synchronize()
     guard.check()
     assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
@@ -459,20 +459,20 @@ def assert_right(case: TokenCase, tables: list[torch.Tensor] | None = None) -> N
 
 @pytest.mark.gpu
 @both_ways([tokens(G=G) for G in (1, 2, 3, 4, 8, 16, 128, 160)])
-def test_tokens_attend_to_their_own_lists(by_warp: bool, case: TokenCase) -> None:
-    for T in TOKENS[case.rows % 3 :: 3] if by_warp else TOKENS if case.rows < 100 else TOKENS[:-2]:
+def test_tokens_attend_to_their_own_lists(use_mma_sync: bool, case: TokenCase) -> None:
+    for T in TOKENS[case.rows % 3 :: 3] if use_mma_sync else TOKENS if case.rows < 100 else TOKENS[:-2]:
         assert_right(by_length(case.rows, T))
 
 
 @pytest.mark.gpu
 @both_ways(CASES)
-def test_packed_and_other_calls(by_warp: bool, case: TokenCase) -> None:
+def test_packed_and_other_calls(use_mma_sync: bool, case: TokenCase) -> None:
     assert_right(case)
 
 
 @pytest.mark.gpu
 @both_ways(SUMS)
-def test_row_sums(by_warp: bool, case: TokenCase) -> None:
+def test_row_sums(use_mma_sync: bool, case: TokenCase) -> None:
     x, tables = make_inputs(case), listed_blocks(case)
     exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, x.q.dtype))
     assert_dq(case, x, union_lists(case, tables), exact, rough, sums=True)
@@ -499,9 +499,9 @@ def test_warpgroups_that_list_apart(G: int, gap: int) -> None:
         tokens((1000, 1000), G=4, dtype="float16"),
     ]
 )
-def test_later_tokens_change_no_bit(by_warp: bool, case: TokenCase) -> None:
+def test_later_tokens_change_no_bit(use_mma_sync: bool, case: TokenCase) -> None:
     """They decide which of a token's blocks share a step with each other."""
-    call = by_union_kernel if by_warp else attend
+    call = by_union_kernel if use_mma_sync else attend
     x, other = (make_inputs(replace(case, seed=seed)) for seed in (0, 1))
     (table,), (redrawn,) = (listed_blocks(replace(case, seed=seed)) for seed in (0, 1))
     o, lse = call(case, x, union_lists(case, [table]))

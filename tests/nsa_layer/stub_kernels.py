@@ -18,7 +18,7 @@ def stubs() -> Iterator[None]:
     """Within, kernels are what notes its launch: those of the fork, and those of the layer."""
     from flash_attn.cute import interface
     from flash_attn.cute.cache_utils import JITCache
-    from flash_attn.cute.multiply.host import CompiledKernels
+    from flash_attn.cute.mma.host import CompiledKernels
     from nsa_layer.cute import pages, selected  # noqa: F401, all modules with kernels
     from nsa_layer.kernels import launch
 

@@ -91,7 +91,7 @@ def test_lists_of_more_heads_than_a_tile_has_rows(G: int, D: int) -> None:
 def test_kernels_by_token_as_blackwell_has_them(sizes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products warp by warp, and forward's own kernel."""
     needs_hopper()
-    from flash_attn.cute.multiply import form
+    from flash_attn.cute.mma import form
 
     monkeypatch.setattr(form, "FORCED", True)
     test_kernels_by_token(sizes)

@@ -243,7 +243,7 @@ def test_kernels(static: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [replace(STATIC[0], lengths=((200, 330),)), replace(STATIC[1], lengths=PACK)], ids=str)
 def test_kernels_as_blackwell_has_them(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute.multiply import form
+    from flash_attn.cute.mma import form
 
     monkeypatch.setattr(form, "FORCED", True)
     assert_right(case)

@@ -20,8 +20,8 @@ from cutlass import Float32, Int32
 from flash_attn.cute.bwd_dkdv_sm90.spec import DkdvSpec, KeyPairs, unsupported
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists.tiling import ROWS
-from flash_attn.cute.multiply.form import by_warp
-from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
+from flash_attn.cute.mma.form import use_mma_sync
+from flash_attn.cute.mma.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDkdvSm90, fake_tensor
 from flash_attn.cute.runtime.own_device import dispatch_arch, target_sm_count
 from flash_attn.cute.testing import is_fake_mode
@@ -82,7 +82,7 @@ def backward_dkdv(
         packed=packed,
         add=add,
         start=start if packed else ROWS,
-        by_warp=by_warp(dispatch_arch()),
+        use_mma_sync=use_mma_sync(dispatch_arch()),
         by_head=pairs.by_head,
     )
     key = (dispatch_arch(), target_sm_count(), spec)

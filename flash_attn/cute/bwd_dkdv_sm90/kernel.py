@@ -31,8 +31,8 @@ from flash_attn.cute.bwd_dkdv_sm90.work_tiles import DRAWS, Scheduler, WorkTile,
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import TmaTensor, tma_pipelines
 from flash_attn.cute.lists.tiling import ROWS
-from flash_attn.cute.multiply.host import DTYPES
-from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
+from flash_attn.cute.mma.host import DTYPES
+from flash_attn.cute.mma.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.own_device import target_sm_count
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # together as many as at the launch, 3 * 168
@@ -209,10 +209,10 @@ class FlashAttentionBackwardDkdvSm90:
         pipeline_q, pipeline_do, pipeline_k, pipeline_v, pipeline_sums = pipelines
 
         scores, dprobabilities = [
-            partial(of_shared(a, b, thread, spec.by_warp), A_idx=group) for a, b in ((sK, sQ), (sV, sdO))
+            partial(of_shared(a, b, thread, spec.use_mma_sync), A_idx=group) for a, b in ((sK, sQ), (sV, sdO))
         ]
         acc_dK, acc_dV = sum_registers(spec.head_dim), sum_registers(spec.head_dim)
-        of_rows = [of_registers(layout_utils.transpose_view(t), thread, spec.by_warp) for t in (sQ, sdO)]
+        of_rows = [of_registers(layout_utils.transpose_view(t), thread, spec.use_mma_sync) for t in (sQ, sdO)]
         add_dk, add_dv = [partial(product, acc=acc) for product, acc in zip(of_rows, (acc_dK, acc_dV))]
 
         draw = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
@@ -245,7 +245,7 @@ class FlashAttentionBackwardDkdvSm90:
                     add_dk(B_idx=before, wg_wait=-1)
                     pipeline_q.consumer_wait_w_index_phase(slot, state.phase)
                     acc_S = scores(B_idx=slot)
-                    wait(spec.by_warp, 1)
+                    wait(spec.use_mma_sync, 1)
                     for each in (pipeline_q, pipeline_do, pipeline_sums):
                         each.consumer_release_w_index(before)
                     pipeline_do.consumer_wait_w_index_phase(slot, state.phase)
@@ -265,7 +265,7 @@ class FlashAttentionBackwardDkdvSm90:
 
     def started(self, product: Callable, slot: Int32) -> Callable[[], cute.Tensor]:
         """A product in flight, or one that is made when it is asked for: until then it takes no registers."""
-        if self.spec.by_warp:
+        if self.spec.use_mma_sync:
             return partial(product, B_idx=slot)
         acc = product(B_idx=slot)
         return lambda: acc
@@ -290,7 +290,7 @@ class FlashAttentionBackwardDkdvSm90:
         S = layout_utils.reshape_acc_to_mn(acc_S)
         lane = thread % WARP
         pair = partial(self.pair_of_columns, row_sums, slot, lane % 4)
-        wait(self.spec.by_warp, 1)
+        wait(self.spec.use_mma_sync, 1)
         pipeline_sums.consumer_wait_w_index_phase(slot, sums_phase)
         if const_expr(self.spec.causal):
             positions = cute.make_tensor(cute.recast_ptr(row_sums.iterator, dtype=Int32), row_sums.layout)
@@ -310,14 +310,14 @@ class FlashAttentionBackwardDkdvSm90:
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdVrP)
         add_dv(B_idx=slot)
         dP = layout_utils.reshape_acc_to_mn(dP_of())
-        wait(self.spec.by_warp, 1)
+        wait(self.spec.use_mma_sync, 1)
         for i in cutlass.range_constexpr(ROWS // 8):
             dpsum = pair(1, i)
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                     S[r, 2 * i + e] = S[r, 2 * i + e] * (dP[r, 2 * i + e] - dpsum[e])
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdKrdS)
-        wait(self.spec.by_warp, 0)
+        wait(self.spec.use_mma_sync, 0)
 
     def pair_of_columns(self, row_sums: cute.Tensor, slot: Int32, quad: Int32, which: int, i: int) -> cute.Tensor:
         """One of the row sums, of the thread's two columns of S^T of the i-th 8."""

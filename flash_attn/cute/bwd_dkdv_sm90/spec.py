@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from flash_attn.cute.lists.tiling import ROWS, box_columns
-from flash_attn.cute.multiply.host import DTYPES
+from flash_attn.cute.mma.host import DTYPES
 
 WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
@@ -52,7 +52,7 @@ class DkdvSpec:
     packed: bool  # whether sequences are packed
     add: bool  # whether what dk and dv hold is added before rounding
     start: int  # rows that sequences of dpsum and lse_log2 start at multiples of
-    by_warp: bool  # how products are made (`multiply.product`)
+    use_mma_sync: bool  # how products are made (`mma.product`)
     by_head: bool  # whether a pair has a row of one head, not of all of a group
 
     @property

@@ -8,7 +8,7 @@ That is 3 of backward's 5 matmuls; dk and dv are left to another kernel. Steps h
 
 Of lists with a bit for each token (`lists/query_bits`) a CTA takes 128 rows of (token, head) pairs of one key/value
 head, or of one query head that has lists of its own; a row whose token does not list a block gets P = 0 there. SM100
-runs these too, with products warp by warp (`multiply.product`).
+runs these too, with products warp by warp (`mma.product`).
 
 `dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`. A thread's part of dq lies there in the
 order of its registers. Of the calls that share an accumulator this one is the last, and rounds the sum.
@@ -35,7 +35,7 @@ from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import ROWS, STEP
-from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
+from flash_attn.cute.mma.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90
 from flash_attn.cute.runtime.own_device import dispatch_arch, target_sm_count

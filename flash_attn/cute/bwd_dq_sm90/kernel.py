@@ -32,8 +32,8 @@ from flash_attn.cute.fwd_sm90.loads import KeyLoop, TileCoord, TmaTensor, key_lo
 from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.rows import lists_by_query_head, sequence_at
 from flash_attn.cute.lists.tiling import ROWS, STEP
-from flash_attn.cute.multiply.host import DTYPES
-from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
+from flash_attn.cute.mma.host import DTYPES
+from flash_attn.cute.mma.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.bounded_loads import bounded
 from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
@@ -328,9 +328,9 @@ class FlashAttentionBackwardDqSm90:
             if steps > 0:
                 tile = WarpgroupSteps(
                     stage, block, tuple(pipelines), queries[0][0] is not None, group, phase, loop, mask, rows,
-                    scales[1], partial(wait, spec.by_warp),
+                    scales[1], partial(wait, spec.use_mma_sync),
                 )  # fmt: skip
-                if const_expr(spec.words > 0 and spec.by_warp):
+                if const_expr(spec.words > 0 and spec.use_mma_sync):
                     state = tile.run_blocks(steps, state)
                 elif const_expr(spec.words > 0):
                     state = tile.run_listed(steps, state)
@@ -352,9 +352,9 @@ class FlashAttentionBackwardDqSm90:
         sQ, sdO, sK, sV = staged
         if keys < STEP:
             sK, sV = [parts_of_stages(t, (keys, self.spec.head_dim)) for t in (sK, sV)]
-        by_warp = self.spec.by_warp
-        scores, dprobabilities = of_shared(sQ, sK, thread, by_warp), of_shared(sdO, sV, thread, by_warp)
-        add_dq = of_registers(layout_utils.transpose_view(sK), thread, by_warp, None if dS is None else dS.iterator)
+        sync = self.spec.use_mma_sync
+        scores, dprobabilities = of_shared(sQ, sK, thread, sync), of_shared(sdO, sV, thread, sync)
+        add_dq = of_registers(layout_utils.transpose_view(sK), thread, sync, None if dS is None else dS.iterator)
         return Products(
             partial(scores, A_idx=group), partial(dprobabilities, A_idx=group), partial(add_dq, acc=acc_dQ), add_dq.A
         )

@@ -9,8 +9,8 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.query_bits import BIT_KEYS, has_bits, rows_of_token
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import ROWS, STEP, box_columns
-from flash_attn.cute.multiply.form import by_warp
-from flash_attn.cute.multiply.host import DTYPES
+from flash_attn.cute.mma.form import use_mma_sync
+from flash_attn.cute.mma.host import DTYPES
 from flash_attn.cute.runtime.own_device import dispatch_arch
 
 WARPGROUPS, THREADS, WARPS = 2, 128, 4  # that multiply, and threads and warps of each
@@ -34,7 +34,7 @@ class DqSpec:
     words: int  # of bits beside each entry of the lists, 0 for lists without
     packed_heads: int  # query heads that a tile has rows of, alternating: with bits, those that share a list
     stay: bool  # as many CTAs as run at a time loop over the tiles; else a CTA to a tile
-    by_warp: bool  # how products are made (`multiply.product`)
+    use_mma_sync: bool  # how products are made (`mma.product`)
     list_group: int = 1  # query heads of a group that share a list that is indexed by key/value head; else 1
     seqused: tuple[bool, bool] = (False, False)
     from_accum: bool = False  # whether dq starts from what the fp32 accumulator holds, not from 0
@@ -62,7 +62,7 @@ class DqSpec:
             words=words,
             packed_heads=rows_of_token(heads, group) if words else 1,
             stay=words == 1 or short_rows,
-            by_warp=by_warp(dispatch_arch()),
+            use_mma_sync=use_mma_sync(dispatch_arch()),
             list_group=1 if words else heads.group,
             **options,
         )

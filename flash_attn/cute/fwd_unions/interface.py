@@ -1,7 +1,7 @@
 """Forward over unions of the tokens' own lists (`lists/query_bits`) for SM100, whose own forward reads no bits.
 
 Tiles, loop, loads and masks are those of the dq pass, the softmax is SM90's (`fwd_sm90/union_softmax`). Products go
-warp by warp (`multiply.product`), which is right but slow.
+warp by warp (`mma.product`), which is right but slow.
 """
 
 import math
@@ -15,7 +15,7 @@ from flash_attn.cute.bwd_dq_sm90.interface import lists_of_queries
 from flash_attn.cute.bwd_dq_sm90.spec import DqSpec, unsupported
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists import formats, query_bits
-from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
+from flash_attn.cute.mma.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionForwardUnions
 from flash_attn.cute.runtime.own_device import dispatch_arch, target_sm_count

@@ -25,7 +25,7 @@ from flash_attn.cute.fwd_sm90.loads import NOWHERE, TmaTensor
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
 from flash_attn.cute.lists.tiling import ROWS
-from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
+from flash_attn.cute.mma.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.softmax import Softmax
 from flash_attn.cute.utils import AuxData
 
@@ -84,8 +84,8 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
 
         acc_O = sum_registers(spec.head_dim)
         sK, sV = [parts_of_stages(t, (spec.block_k, spec.head_dim)) for t in (sK, sV)]
-        scores = of_shared(sQ, sK, thread, spec.by_warp)
-        add_v = of_registers(layout_utils.transpose_view(sV), thread, spec.by_warp)
+        scores = of_shared(sQ, sK, thread, spec.use_mma_sync)
+        add_v = of_registers(layout_utils.transpose_view(sV), thread, spec.use_mma_sync)
         softmax = UnionSoftmax.of(Softmax.create(scales[1], ROWS_OF_THREAD), self.dtype)
 
         state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
@@ -117,7 +117,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
                         key = loop.first_key(entries[part], step, part)
                         if mask.any_lists(words[part]) & (key < NOWHERE):
                             acc_S = scores(A_idx=group, B_idx=(Int32(part), state.index))
-                            wait(spec.by_warp, 0)
+                            wait(spec.use_mma_sync, 0)
                             S = layout_utils.reshape_acc_to_mn(acc_S)
                             mask.hide(S, key, cutlass.Boolean(False), 0, spec.block_k)
                             mask.hide_parts(S, words[part], 0, spec.block_k)
@@ -126,7 +126,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
                             softmax.rescale_O(acc_O, softmax.online_softmax(acc_S))
                             utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), add_v.A)
                             add_v(acc=acc_O, B_idx=(Int32(part), state.index))
-                            wait(spec.by_warp, 0)
+                            wait(spec.use_mma_sync, 0)
                     for stages in pipelines[1:]:
                         stages.consumer_release(state)
                     state.advance()

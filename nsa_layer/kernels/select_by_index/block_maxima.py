@@ -45,8 +45,8 @@ class BlockMaxima:
         spec, scheduler, barriers = self.spec, self.scheduler, self.barriers
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        even = Products.of(self.sQ, self.sK, self.thread, spec.by_warp)
-        odd = Products.of(self.sQ, self.sK, self.thread, spec.by_warp)
+        even = Products.of(self.sQ, self.sK, self.thread, spec.use_mma_sync)
+        odd = Products.of(self.sQ, self.sK, self.thread, spec.use_mma_sync)
         done, tile_number = Int32(0), Int32(0)
         for tile in cutlass.range(cta, scheduler.tiles(), ctas, unroll=1):
             work_tile = scheduler.of(tile)

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from flash_attn.cute.multiply.form import by_warp
+from flash_attn.cute.mma.form import use_mma_sync
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.launch import launch
@@ -129,7 +129,7 @@ def select_by_index(
     Hs, D, packed = *q_index.shape[-2:], cu_seqlens is not None
     spec = IndexTopKSpec.of(
         D, config.block_counts, config.init_blocks, config.local_blocks, packed, config.block_size,
-        by_warp(device_arch(q_index.device.index)), k_index.shape[-2] < Hs,
+        use_mma_sync(device_arch(q_index.device.index)), k_index.shape[-2] < Hs,
     )  # fmt: skip
     S = max_seqlen_k if q_offset is not None else max_seqlen if packed else q_index.shape[1]
     indices = torch.empty(*q_index.shape[:-1], config.list_width(S), dtype=torch.int32, device=q_index.device)

@@ -22,8 +22,8 @@ class IndexTopKSpec(TokenTopKSpec):
     one_key: bool = False
 
     @classmethod
-    def of(cls, D: int, n: int, init: int, local: int, packed: bool, size: int, by_warp: bool, one_key: bool):
-        return cls(D, 1, n, True, init, local, packed, size, 1, size, 0, by_warp, one_key)
+    def of(cls, D: int, n: int, init: int, local: int, packed: bool, size: int, use_mma_sync: bool, one_key: bool):
+        return cls(D, 1, n, True, init, local, packed, size, 1, size, 0, use_mma_sync, one_key)
 
     @property
     def groups(self) -> int:

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from flash_attn.cute.multiply.product import Product, of_shared, sum_registers, wait
+from flash_attn.cute.mma.product import Product, of_shared, sum_registers, wait
 
 
 def operand_layout(dtype: type, rows: int, D: int, stages: int) -> cute.ComposedLayout:
@@ -25,15 +25,15 @@ class Products:
     scores: cute.Tensor
 
     @staticmethod
-    def of(sA: cute.Tensor, sB: cute.Tensor, thread: Int32, by_warp: bool) -> "Products":
+    def of(sA: cute.Tensor, sB: cute.Tensor, thread: Int32, use_mma_sync: bool) -> "Products":
         """sA: [64, D, stages]; sB: [columns, D, stages]."""
-        product = of_shared(sA, sB, thread, by_warp)
+        product = of_shared(sA, sB, thread, use_mma_sync)
         return Products(product, sum_registers(product.columns))
 
     def start(self, a: Int32 | int, b: Int32 | int) -> None:
         """Start the product of two stages."""
         product = self.product
-        if product.by_warp:
+        if product.use_mma_sync:
             product(A_idx=a, B_idx=b, acc=self.scores, zero_init=True)
             return
         # Not `product()`, which finds operands in two steps, by arithmetic in 64 bits.
@@ -46,7 +46,7 @@ class Products:
         warpgroup.commit_group()
 
     def finish(self) -> None:
-        wait(self.product.by_warp, 0)
+        wait(self.product.use_mma_sync, 0)
 
     def score(self, row: int, column: int) -> Float32:
         """The product of one of this thread's two rows and one of its columns."""

@@ -62,7 +62,7 @@ class GroupSums:
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        products = Products.of(self.sK, self.sQ, tidx, spec.by_warp)
+        products = Products.of(self.sK, self.sQ, tidx, spec.use_mma_sync)
         exponents = cute.make_rmem_tensor((2, spec.own_columns), Float32)
         tiles = scheduler.tiles()
         before = Int32(0)  # steps of earlier tiles
@@ -82,7 +82,7 @@ class GroupSums:
                     products.finish()
                     self.reload(work_tile, step + STAGES, steps, before)
                     self.scale(products, shifts, exponents)
-                    if const_expr(spec.by_warp):  # nothing runs on after a start, and registers are few
+                    if const_expr(spec.use_mma_sync):  # nothing runs on after a start, and registers are few
                         self.write_sums(exponents)
                         self.start(products, before + step + 1)
                     else:

@@ -7,7 +7,7 @@ from cutlass import Float32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from flash_attn.cute.multiply.form import by_warp
+from flash_attn.cute.mma.form import use_mma_sync
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.launch import launch
@@ -138,7 +138,7 @@ def token_topk(
     packed = lengths is not None
     spec = TokenTopKSpec(
         D, Hq // Hkv, config.block_counts, causal, config.init_blocks, config.local_blocks,
-        packed, config.block_size, config.span, config.stride, config.offset, by_warp(device_arch(q.device.index)),
+        packed, config.block_size, config.span, config.stride, config.offset, use_mma_sync(device_arch(q.device.index)),
     )  # fmt: skip
     S = max_seqlen_k if q_offset is not None else max(lengths, default=0) if packed else q.shape[1]
     indices = torch.empty(*q.shape[:-2], Hkv, config.list_width(S), dtype=torch.int32, device=q.device)

@@ -23,7 +23,7 @@ class TokenTopKSpec:
         init, local: forced blocks at the sequence's begin, and up to a token's own.
         block_size, size, stride, offset: tokens of a block and of a compressed key, tokens between the starts of
             compressed keys, and the offset of their mask.
-        by_warp: how products are made (`flash_attn.cute.multiply.product`).
+        use_mma_sync: how products are made (`flash_attn.cute.mma.product`).
     """
 
     D: int
@@ -37,7 +37,7 @@ class TokenTopKSpec:
     size: int
     stride: int
     offset: int
-    by_warp: bool
+    use_mma_sync: bool
 
     @property
     def columns(self) -> int:

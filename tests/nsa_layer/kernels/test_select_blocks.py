@@ -263,7 +263,7 @@ def test_lengths(kind: Case, G: int, D: int, dtype: torch.dtype) -> None:
 )
 def test_products_by_warp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As SM100 makes them: both forms choose alike."""
-    from flash_attn.cute.multiply import form
+    from flash_attn.cute.mma import form
 
     monkeypatch.setattr(form, "FORCED", True)
     test_real_scores(f"token: {name}")

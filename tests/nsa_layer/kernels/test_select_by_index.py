@@ -192,7 +192,7 @@ def test_later_tokens_change_nothing() -> None:
 @pytest.mark.gpu
 def test_products_by_warp(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SM100 makes them."""
-    from flash_attn.cute.multiply import form
+    from flash_attn.cute.mma import form
 
     monkeypatch.setattr(form, "FORCED", True)
     test_exact_scores("default")

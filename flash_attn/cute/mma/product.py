@@ -34,7 +34,7 @@ class Product:
     A: cute.Tensor  # [64, K, stages] in shared memory, or [64, K] in registers; as wgmma or ldmatrix takes it, B too
     B: cute.Tensor  # [N, K, stages] in shared memory
     columns: int
-    by_warp: bool
+    use_mma_sync: bool
     loads: tuple[Optional[cute.TiledCopy], Optional[cute.TiledCopy]] = (None, None)
 
     def __call__(
@@ -54,7 +54,7 @@ class Product:
             acc, zero_init = sum_registers(self.columns), True
         A = self.A if A_idx is None else self.A[None, None, None, A_idx]
         B = self.B[None, None, None, B_idx]
-        if not self.by_warp:
+        if not self.use_mma_sync:
             from quack import sm90_utils  # only compiling needs it
 
             sm90_utils.gemm(self.mma, acc, A, B, zero_init=zero_init, wg_wait=wg_wait)
@@ -83,13 +83,13 @@ def sum_registers(columns: int) -> cute.Tensor:
     return cute.make_rmem_tensor(((2, 2, columns // 8), 1, 1), Float32)
 
 
-def of_shared(A: cute.Tensor, B: cute.Tensor, thread: Int32, by_warp: bool) -> Product:
+def of_shared(A: cute.Tensor, B: cute.Tensor, thread: Int32, use_mma_sync: bool) -> Product:
     """A product of operands in shared memory.
 
     A: [64, K, stages], B: [N, K, stages], both contiguous along K. thread: of the warpgroup.
     """
     (rows, _, _), (columns, _, _) = [[cute.size(t, mode=[i]) for i in range(3)] for t in (A, B)]
-    if by_warp:
+    if use_mma_sync:
         mma = _mma_of_warps(A.element_type)
         load_a, load_b = _ldmatrix(mma, A, False, thread), _ldmatrix(mma, B, False, thread, of_b=True)
         return Product(mma, load_a.partition_S(A), load_b.partition_S(B), columns, True, (load_a, load_b))
@@ -101,14 +101,14 @@ def of_shared(A: cute.Tensor, B: cute.Tensor, thread: Int32, by_warp: bool) -> P
     return Product(mma, a, b, columns, False)
 
 
-def of_registers(B: cute.Tensor, thread: Int32, by_warp: bool, registers: Optional[cute.Pointer] = None) -> Product:
+def of_registers(B: cute.Tensor, thread: Int32, use_mma_sync: bool, regs: Optional[cute.Pointer] = None) -> Product:
     """A product whose first operand, `A`, is to be put into registers.
 
-    B: [N, K, stages] in shared memory, contiguous along N. registers: of A; None for new ones.
+    B: [N, K, stages] in shared memory, contiguous along N. regs: of A; None for new ones.
     """
     columns, K = cute.size(B, mode=[0]), cute.size(B, mode=[1])
     load = None
-    if by_warp:
+    if use_mma_sync:
         mma = _mma_of_warps(B.element_type)
         load = _ldmatrix(mma, B, True, thread, of_b=True)
         operand, shape = load.partition_S(B), ((2, 2, 2), 1, K // K_STEP)
@@ -119,8 +119,8 @@ def of_registers(B: cute.Tensor, thread: Int32, by_warp: bool, registers: Option
         )  # fmt: skip
         own = mma.get_slice(0)
         operand, shape = own.make_fragment_B(own.partition_B(B)), own.partition_shape_A((ROWS, K))
-    A = cute.make_rmem_tensor(shape, B.element_type) if registers is None else cute.make_tensor(registers, shape)
-    return Product(mma, A, operand, columns, by_warp, (None, load))
+    A = cute.make_rmem_tensor(shape, B.element_type) if regs is None else cute.make_tensor(regs, shape)
+    return Product(mma, A, operand, columns, use_mma_sync, (None, load))
 
 
 def _mma_of_warps(dtype: type[cutlass.Numeric]) -> cute.TiledMma:
@@ -136,7 +136,7 @@ def _ldmatrix(
     return (cute.make_tiled_copy_B if of_b else cute.make_tiled_copy_A)(atom, mma).get_slice(thread)
 
 
-def wait(by_warp: bool, groups: int) -> None:
+def wait(use_mma_sync: bool, groups: int) -> None:
     """Until all but the last so many products are there."""
-    if not by_warp:
+    if not use_mma_sync:
         warpgroup.wait_group(groups)
