@@ -1,10 +1,14 @@
-"""Kernels of a decode step are built everywhere, without spills, and on a GPU do what plain PyTorch does."""
+"""Kernels of a decode step are built everywhere, without spills, and on a GPU do what plain PyTorch does.
+
+Those of other calls on caches are built too; `test_kvcache` has their numbers.
+"""
 
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -210,6 +214,45 @@ def test_registers_suffice(compiler: Worker, name: str, splits: Splits) -> None:
     assert len(sizes) == 1 + (splits[0] > 0) and not any(map(any, sizes)), sizes
 
 
+def cache_rows(moves: bool) -> tuple[int, ...]:
+    """In a worker: slots and what is invalid, or rows moved to caches and back."""
+    from nsa_layer.kernels.cache_rows.complete import complete_blocks
+    from nsa_layer.kernels.cache_rows.invalidate import invalidate_rows
+    from nsa_layer.kernels.cache_rows.locate import CacheSlots, locate
+    from nsa_layer.kernels.cache_rows.move import append, clear, gather
+
+    def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    seqlens, starts, pages = (make(*shape, dtype=torch.int32) for shape in ((3,), (4,), (3, 4)))
+    caches, x = ((make(*lead, 2, 128), make(*lead, 2, 64)) for lead in ((3, 256), (21,)))
+    given = dict(cache=caches[0], table=pages, cmp_cache=caches[0], cmp_table=pages, adds=True)
+    given |= dict(span=32, stride=16, window=64)
+    slots = make(len(CacheSlots), 3, dtype=torch.int32)
+    if not moves:
+        slots = locate(seqlens, T=7, cu_seqlens=starts, **given)
+        invalidate_rows(x[0], [make(2, 21, dtype=torch.float32)] * 3, slots, starts)
+        return tuple(slots.shape)
+    blocks = make(3, 16, 2, 128), None
+    append((*x, None, None, None, None), (*caches, None, None, *blocks), (pages, pages), slots, (starts, None))
+    beside = None, None, make(3, 256, 2, 65).narrow(-1, 1, 64)
+    new = None, None, make(3, 7, 2, 64)
+    append((*new, *[None] * 3), (*beside, None, *blocks), (None, None), slots, behind="rows")
+    append((*new, *[None] * 3), (*beside, *[None] * 3), (pages, None), slots, behind="block")
+    complete_blocks(caches, blocks, (pages, pages), slots, block_size=32, stride=16, most=3)
+    gather(caches, x, pages, slots, (CacheSlots.START, CacheSlots.END), starts)
+    clear(x, slots, CacheSlots.END, starts)
+    clear(caches, slots, CacheSlots.END)
+    return tuple(slots.shape)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_kernels_of_cache_rows_are_traced(compiler: Worker, moves: bool) -> None:
+    from nsa_layer.kernels.cache_rows.locate import CacheSlots
+
+    assert compiler.trace(cache_rows, moves) == (len(CacheSlots), 3)
+
+
 def test_what_the_kernels_take() -> None:
     """Calls that they do not take go as those of many queries do."""
     from nsa_layer.kernels.decode.step import supports
@@ -224,33 +267,29 @@ def test_what_the_kernels_take() -> None:
     assert not taken(v_cache=torch.empty(5, 1088, 2, 132, dtype=torch.bfloat16)[..., 4:])
 
 
-def assert_step(case: Case, call: CachedCall, name: str = "") -> CachedCall:
-    """The step on a copy of the caches; returns the call, its caches as the step leaves them."""
-    ours, theirs, exact = copied(call), copied(call), copied(call, torch.float64)
+def assert_step(case: Case) -> None:
+    """The step on the kernels and in plain PyTorch: outputs, lists, and the caches that it leaves."""
+    ours = case.call()
+    theirs, exact = copied(ours), copied(ours, torch.float64)
     o, lses, lists = decode(ours, case)
     o_eager, lses_eager, lists_eager = eager(theirs, case)
     o_exact, lses_exact, _ = eager(exact, case)
     error, error_eager = ((x.double() - o_exact).abs().max().item() for x in (o, o_eager))
     rounding = torch.finfo(case.dtype).eps * o_exact.abs().max().item()
     for b, (T, want) in enumerate(zip(case.T_of, lists_eager)):
-        if want is None:
-            continue
-        for h in range(case.Hkv):
-            for t in range(T):
-                got = [x for x in lists[b, t, h].tolist() if x >= 0]
-                wanted = [x for x in want[t, h].tolist() if x >= 0]
-                assert got == wanted, f"{name} {case}: list of sequence {b}, head {h}, token {t}: {got}, not {wanted}"
+        for t, h in product(range(T), range(case.Hkv)) if want is not None else ():
+            got, wanted = ([x for x in own[t, h].tolist() if x >= 0] for own in (lists[b], want))
+            assert got == wanted, f"{case}: list of sequence {b}, head {h}, token {t}: {got}, not {wanted}"
     for part, got, want in zip(("cmp", "slc", "swa"), lses, lses_exact):
-        assert torch.equal(got.isneginf(), want.isneginf()), f"{name} {case}: lse_{part}"
-        torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2, msg=lambda m: f"{name} {case} {part}: {m}")
-    assert error <= 2 * error_eager + rounding, f"{name} {case}: {error} against {error_eager}"
+        assert torch.equal(got.isneginf(), want.isneginf()), f"{case}: lse_{part}"
+        torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2, msg=lambda m: f"{case} {part}: {m}")
+    assert error <= 2 * error_eager + rounding, f"{case}: {error} against {error_eager}"
     for key in TOKEN_CACHES + COMPRESSED_CACHES:
         cache, want = getattr(ours, f"{key}_cache"), getattr(theirs, f"{key}_cache")
         if cache is not None and key in TOKEN_CACHES:
-            assert torch.equal(cache.view(torch.int16), want.view(torch.int16)), f"{name} {case}: {key}_cache"
+            assert torch.equal(cache.view(torch.int16), want.view(torch.int16)), f"{case}: {key}_cache"
         elif cache is not None:
-            torch.testing.assert_close(cache, want, equal_nan=True, msg=lambda m: f"{name} {case} {key}_cache: {m}")
-    return ours
+            torch.testing.assert_close(cache, want, equal_nan=True, msg=lambda m: f"{case} {key}_cache: {m}")
 
 
 @pytest.mark.parametrize(
@@ -275,18 +314,16 @@ def test_keys_are_divided(
     assert step._splits(call, T) == splits
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_against_eager(name: str) -> None:
-    assert_step(CASES[name], CASES[name].call())
+DIVIDED = product(("pages", "draft", "packed", "very long"), ((0, 1, 4), (0, 2, 8), (3, 2, 8)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["pages", "draft", "packed", "very long"])
-@pytest.mark.parametrize("splits", [(0, 1, 4), (0, 2, 8), (3, 2, 8)])
-def test_keys_divided_otherwise(name: str, splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
-    divide(monkeypatch, splits)
-    assert_step(CASES[name], CASES[name].call())
+@pytest.mark.parametrize("name, splits", [*((name, None) for name in CASES), *DIVIDED])
+def test_against_eager(name: str, splits: Splits | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys divided as a step does it, and otherwise."""
+    if splits is not None:
+        divide(monkeypatch, splits)
+    assert_step(CASES[name])
 
 
 @pytest.mark.gpu
