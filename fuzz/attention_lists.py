@@ -190,7 +190,7 @@ def in_two_passes(case: Attention) -> bool:
     forward, backward = sides(case)
     options = dict(arch=90, q=q, v=v, deterministic=case.deterministic)
     with patch.dict(os.environ, FLASH_ATTENTION_NUM_SMS="132"):
-        return two_pass.takes(case.passes, forward=forward, backward=backward, **options)
+        return two_pass.use_split_dq(case.passes, forward=forward, backward=backward, **options)
 
 
 @lru_cache(maxsize=None)

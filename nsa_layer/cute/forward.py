@@ -13,7 +13,7 @@ import torch
 
 from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.mma.form import use_mma_sync
-from flash_attn.cute.runtime import repeated_calls
+from flash_attn.cute.runtime import replay
 from nsa_layer.call import Call, CallSpec, Saved, Signature
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
@@ -190,7 +190,7 @@ def attend(
     if k.shape[-3] == 0:
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse.mT.contiguous()
-    return repeated_calls.attend(q, k, v, into, softmax_scale=spec.softmax_scale, **options)
+    return replay.attend(q, k, v, into, softmax_scale=spec.softmax_scale, **options)
 
 
 def attend_selected(

@@ -30,7 +30,9 @@ def use_split_dq(q: Tensor, v: Tensor, spec: CallSpec) -> bool:
     faster; always in deterministic mode, so that lists need no order of adds to dq."""
     config = spec.config
     lists = BlockSparseTensorsTorch(None, None, block_size=(config.q_tile, hopper_kv_tile(config.block_size)))
-    return two_pass.takes(None, arch=90, q=q, v=v, forward=lists, backward=lists, deterministic=config.deterministic)
+    return two_pass.use_split_dq(
+        None, arch=90, q=q, v=v, forward=lists, backward=lists, deterministic=config.deterministic
+    )
 
 
 def reads_pages(config: NSAConfig, k_cache: Tensor, v_cache: Tensor, *, listed: bool) -> bool:

@@ -105,7 +105,7 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
         forward=tables(block, changes.pop("capacity", (9,))), backward=tables(of_keys, **changes.pop("fields", {}))
     )
     given = dict(arch=90, q=x, v=x, deterministic=False, **lists)
-    return two_pass.takes(passes, **(given | changes))
+    return two_pass.use_split_dq(passes, **(given | changes))
 
 
 @pytest.mark.parametrize(

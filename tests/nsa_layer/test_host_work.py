@@ -20,7 +20,7 @@ from layer_calls import needs_hopper, no_waits
 from stub_kernels import LAUNCHED, launches, stubbed_layer, stubs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn.cute.runtime import repeated_calls
+from flash_attn.cute.runtime import replay
 from nsa_layer import NSAConfig, checks, nsa
 from nsa_layer.call import Call
 from nsa_layer.cute import grad_accum
@@ -36,19 +36,19 @@ SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
 
 def test_the_way_of_a_call_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """From `nsa` to the first launch: eight frames in four files, with a gradient and no graph."""
-    launch, stacks = repeated_calls._Call.launch, []
+    launch, stacks = replay._Call.launch, []
 
     def noted(*args: object) -> object:
         stacks.append(traceback.extract_stack()[:-1])
         return launch(*args)
 
-    monkeypatch.setattr(repeated_calls._Call, "launch", noted)
+    monkeypatch.setattr(replay._Call, "launch", noted)
     q, k, v = (torch.randn(1, 1024, H, 64, dtype=torch.bfloat16, requires_grad=True) for H in (4, 2, 2))
     with stubbed_layer():
         for _ in range(2):
             nsa(q, k, v, backend="cute")
     frames = [(Path(frame.filename).name, frame.name) for frame in stacks[0]]
-    way = [*frames[frames.index(("api.py", "nsa")) :], ("repeated_calls.py", "launch")]
+    way = [*frames[frames.index(("api.py", "nsa")) :], ("replay.py", "launch")]
     assert len(way) <= 8 and len({file for file, _ in way}) <= 4, way
 
 
@@ -208,7 +208,7 @@ def step(draw: random.Random) -> None:
     LAUNCHED.clear()
 
 
-BOUNDED = ((checks, "CAPACITY", "_passed"), (grad_accum, "KNOWN", "_known"), (repeated_calls, "MOST", "_calls"))
+BOUNDED = ((checks, "CAPACITY", "_passed"), (grad_accum, "KNOWN", "_known"), (replay, "MOST", "_calls"))
 
 
 def kept() -> Iterator[tuple[str, int]]:
@@ -274,7 +274,7 @@ def told(call: Any, *out: torch.Tensor) -> list:
     (q, k, v), options = call
     named = [x for value in options.values() for x in (value if isinstance(value, tuple) else (value,))]
     inputs = [q, k, v, *out, *(x for x in named if isinstance(x, torch.Tensor))]
-    return launches(lambda: repeated_calls.attend(q, k, v, *[out] * bool(out), **options), inputs)[0]
+    return launches(lambda: replay.attend(q, k, v, *[out] * bool(out), **options), inputs)[0]
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
     """Calls of the interface."""
     from flash_attn.cute import interface
 
-    monkeypatch.setattr(repeated_calls, "_calls", {})  # else they may become too many in the middle of a test
+    monkeypatch.setattr(replay, "_calls", {})  # else they may become too many in the middle of a test
     made, function = [], interface._flash_attn_fwd
 
     def counted(*args: Any, **options: Any) -> Any:

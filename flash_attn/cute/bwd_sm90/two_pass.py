@@ -92,7 +92,7 @@ def loops_over_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tens
     return LEAST_LOOPS * capacity(backward) * (Hq // Hkv) * target_sm_count() <= all_heads
 
 
-def takes(
+def use_split_dq(
     passes: Optional[int],
     *,
     arch: int,
@@ -103,7 +103,7 @@ def takes(
     deterministic: bool,
     **alone: Any,
 ) -> bool:
-    """True if a call of backward takes two passes.
+    """True if a call of backward computes dq in a pass of its own.
 
     passes: 1 or 2 where the caller says so; None for what the backward lists say in their field of that name, or the
     faster way if they do not. forward, backward: the block lists of both directions. alone: arguments that one pass
