@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from nsa_layer.config import NSAConfig
+
+TOKEN_CACHES = ("k", "v", "k_win", "v_win")
+COMPRESSED_CACHES = ("k_cmp", "v_cmp")
+CACHES = tuple(f"{name}_cache" for name in (*TOKEN_CACHES, *COMPRESSED_CACHES))
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,32 @@ class CallSpec:
         return replace(self, config=self.config.replace(deterministic=True))
 
 
+class KVCache(NamedTuple):
+    """The caches of a call of `nsa_with_kvcache`, with the names and shapes of its arguments."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    cache_seqlens: torch.Tensor | int
+    page_table: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    k_cmp_cache: torch.Tensor | None = None
+    v_cmp_cache: torch.Tensor | None = None
+    cmp_page_table: torch.Tensor | None = None
+    k_win_cache: torch.Tensor | None = None
+    v_win_cache: torch.Tensor | None = None
+    num_splits: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence may have in the caches."""
+        page = self.k_cache.shape[1]
+        return page if self.page_table is None else page * self.page_table.shape[1]
+
+    def named(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The caches that are not None, of `TOKEN_CACHES` or `COMPRESSED_CACHES`, by these names."""
+        return {name: x for name in names if (x := getattr(self, f"{name}_cache")) is not None}
+
+
 class Call(NamedTuple):
     """A call: its tensors in the order of the operator's arguments, as in `nsa`, which has all but the last two, and
     its static side.
@@ -71,6 +101,7 @@ class Call(NamedTuple):
             there may be more than queries; None: the queries are the last ones.
         cu_seqlens_k: starts of packed keys, where they are not those of queries.
         spec: None until the arguments have been checked.
+        cache: keys and values are in caches, and k, v, k_cmp, v_cmp, k_win and v_win those that are added, or None.
     """
 
     q: torch.Tensor
@@ -91,6 +122,14 @@ class Call(NamedTuple):
     q_offset: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     spec: CallSpec | None = None
+    cache: KVCache | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Call:
+        """The call of arguments by name, those of `KVCache` too."""
+        cache = {name: arguments[name] for name in KVCache._fields if name in arguments}
+        tensors = (arguments.get(name) for name in TENSORS)
+        return cls(*tensors, cache=KVCache(**cache) if cache else None)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -123,6 +162,21 @@ class Call(NamedTuple):
         return self.q.dim() == 3
 
     @property
+    def B(self) -> int:
+        """Sequences."""
+        return len(self.cu_seqlens) - 1 if self.packed else self.q.shape[0]
+
+    @property
+    def query_lengths(self) -> tuple[int, ...] | None:
+        """Queries of each sequence; None: the GPU alone knows them."""
+        return self.spec.lengths if self.packed else (self.q.shape[1],) * self.q.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """Queries of a sequence, at most."""
+        return self.q.shape[1] if not self.packed else self.spec.bound or max(self.spec.lengths)
+
+    @property
     def of_window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the sliding window."""
         return self.k if self.k_win is None else self.k_win, self.v if self.v_win is None else self.v_win
@@ -145,7 +199,8 @@ class Call(NamedTuple):
     @property
     def q_heads_per_list(self) -> int:
         """Query heads that share a list of blocks."""
-        return self.q.shape[-2] // (self.k if self.block_indices is None else self.block_indices).shape[-2]
+        keys = self.k if self.cache is None else self.cache.k_cache
+        return self.q.shape[-2] // (keys if self.block_indices is None else self.block_indices).shape[-2]
 
     @property
     def num_lists(self) -> list[int]:
@@ -184,7 +239,7 @@ class Call(NamedTuple):
         return self.map(lambda x: x.unsqueeze(0), OF_SEQUENCES)
 
 
-TENSORS = Call._fields[:-1]
+TENSORS = Call._fields[:-2]
 DIFFERENTIABLE = TENSORS[:13]
 OF_CACHES = TENSORS[:11]  # differentiable tensors that a call on caches has too
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
@@ -205,7 +260,7 @@ class Signature(NamedTuple):
     """A call without its numbers: all that its kernels depend on.
 
     Attributes:
-        tensors: (name, shape, dtype) of each argument of `nsa`, `selected_attention` or `nsa_with_kvcache`.
+        tensors: (name, shape, dtype) of each tensor, of `KVCache` too.
         spec: lengths and bound of a call on caches are those of its queries.
         plan: the `MemoryPlan`; None for a call on caches.
         backward: backward too.
@@ -217,13 +272,15 @@ class Signature(NamedTuple):
     backward: bool = False
 
     @classmethod
-    def of(cls, tensors: dict[str, Any], spec: CallSpec, plan: Hashable = None, **more: bool) -> Signature:
-        """The signature of a call with these arguments, by name."""
-        if spec.bound is not None and plan is not None:  # kernels for other lengths within these bounds are the same
-            total, keys, starts_k = len(tensors["q"]), len(tensors["k"]), tensors["cu_seqlens_k"]
-            lengths_k = spec.lengths_k if starts_k is None else (keys, 0)
+    def of(cls, call: Call, plan: Hashable = None, **more: bool) -> Signature:
+        """The signature of a call."""
+        spec, tensors = call.spec, call._asdict() | ({} if call.cache is None else call.cache._asdict())
+        if not spec.lengths_known and plan is not None:  # kernels for other lengths within these bounds are the same
+            total, keys = len(call.q), len(call.k)
+            lengths_k = spec.lengths_k if call.cu_seqlens_k is None else (keys, 0)
             spec = replace(spec, lengths=(spec.bound, total - spec.bound), lengths_k=lengths_k, bound=None)
-        kept = ((name, x) for name, x in tensors.items() if isinstance(x, torch.Tensor) and name not in STARTS)
+        left_out = () if plan is None else STARTS
+        kept = ((name, x) for name, x in tensors.items() if isinstance(x, torch.Tensor) and name not in left_out)
         return cls(tuple((name, tuple(x.shape), x.dtype) for name, x in kept), spec, plan, **more)
 
 

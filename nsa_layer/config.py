@@ -155,6 +155,10 @@ class NSAConfig:
         """Compressed keys of T tokens: complete blocks only."""
         return max(0, (T - self.span) // self.stride + 1)
 
+    def compressed_capacity(self, T: int) -> int:
+        """Compressed keys that T tokens complete at most, wherever among others they are."""
+        return -(-T // self.stride)
+
     def num_blocks(self, T: int) -> int:
         """Selection blocks of T tokens, a short last one included."""
         return -(-T // self.block_size)

@@ -252,11 +252,13 @@ def choose_backend(backend: str | None, *, device: torch.device, **call: object)
 
 def on_backend(backend: str | None, call: Call) -> Call:
     """The call as it runs: deterministic where PyTorch asks for it, on the backend of `choose_backend`."""
-    q, v, spec = call.q, call.v, call.spec.in_force()
-    if backend == "reference" and call.cu_seqlens is not None and torch.compiler.is_compiling():
+    q, cache, spec = call.q, call.cache, call.spec.in_force()
+    v = call.v if cache is None else cache.v_cache
+    if backend == "reference" and cache is None and call.cu_seqlens is not None and torch.compiler.is_compiling():
         raise NotImplementedError("backend='reference' reads cu_seqlens, so that a graph takes no packed sequences")
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1], rows=call.q_heads_per_list)
     lists = "alone" if call.alone else "given" if spec.listed else None
-    asked = dict(needs_grad=call.needs_grad, lists=lists, own_keys=any(x is not None for x in call[7:11]))
+    asked = dict(lists=lists, own_keys=any(x is not None for x in call[7:11]), cached=cache is not None)
+    asked["needs_grad"] = call.needs_grad and cache is None
     name = choose_backend(backend, config=spec.config, **sizes, **asked)
     return call._replace(spec=spec if name == spec.backend else replace(spec, backend=name))

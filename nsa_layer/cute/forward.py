@@ -164,7 +164,7 @@ def forward_selected(call: Call, varlen: Varlen) -> tuple[Tensor, Tensor]:
 
 def compiling(call: Call, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
     """Within, the call's kernels that are missing are compiled side by side, at the first of them."""
-    return compile_missing(lambda: Signature.of(call._asdict(), call.spec, plan, backward=backward))
+    return compile_missing(lambda: Signature.of(call, plan, backward=backward))
 
 
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

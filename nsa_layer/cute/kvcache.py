@@ -23,8 +23,8 @@ from itertools import accumulate
 import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
-from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_slots
-from nsa_layer.call import Call, CallSpec, Saved, Signature
+from nsa_layer.cached_call import check_slots
+from nsa_layer.call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, Call, Saved, Signature
 from nsa_layer.cute.forward import Pages, forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
@@ -53,7 +53,7 @@ SOURCE, WINDOW = (CacheSlots.SOURCE, CacheSlots.SOURCE_TOKENS), (CacheSlots.WIND
 
 @on_own_device
 @torch.no_grad()
-def attend(call: CachedCall, spec: CallSpec, *, validate: bool) -> tuple[Tensor, Lses]:
+def attend(call: Call, *, validate: bool) -> tuple[Tensor, Lses]:
     """The step, on caches that it changes in place.
 
     Args:
@@ -63,31 +63,29 @@ def attend(call: CachedCall, spec: CallSpec, *, validate: bool) -> tuple[Tensor,
     Returns:
         o and the branches' log-sum-exps, shaped as `nsa_with_kvcache` says.
     """
-    with compile_missing(lambda: Signature.of(vars(call), spec)):
-        return step(call, spec, validate=validate)
+    with compile_missing(lambda: Signature.of(call)):
+        return step(call, validate=validate)
 
 
-def step(
-    call: CachedCall, spec: CallSpec, *, validate: bool = False, memory: MemoryPolicy = MemoryPolicy()
-) -> tuple[Tensor, Lses]:
+def step(call: Call, *, validate: bool = False, memory: MemoryPolicy = MemoryPolicy()) -> tuple[Tensor, Lses]:
     """`attend`, its kernels compiled one after the other."""
     if call.packed and call.B == 1:
-        o, lses = step(_unpacked(call), replace(spec, lengths=None, bound=None), validate=validate, memory=memory)
+        o, lses = step(_unpacked(call), validate=validate, memory=memory)
         return o[0], tuple(lse[0] for lse in lses)
     rows = ((name, getattr(call, name)) for name in READ)
     changes = {name: read for name, x in rows if x is not None and (read := aligned_rows(x)) is not x}
-    if call.packed and (starts := starts_on(call.cu_seqlens_q, call.q.device)) is not call.cu_seqlens_q:
-        changes["cu_seqlens_q"] = starts
-    call = replace(call, **changes) if changes else call
-    few = supports(call, spec)
-    if not spec.lengths_known and not few:  # nobody has checked starts: they lead to rows of q, whatever they are
-        call = replace(call, cu_seqlens_q=call.cu_seqlens_q.clamp(0, len(call.q)).cummax(0).values)
-    chunk = None if few and not validate else _Chunk(call, spec, memory)
+    if call.packed and (starts := starts_on(call.cu_seqlens, call.q.device)) is not call.cu_seqlens:
+        changes["cu_seqlens"] = starts
+    call = call._replace(**changes) if changes else call
+    few = supports(call)
+    if not call.spec.lengths_known and not few:  # nobody has checked starts: they lead to rows of q, whatever they are
+        call = call._replace(cu_seqlens=call.cu_seqlens.clamp(0, len(call.q)).cummax(0).values)
+    chunk = None if few and not validate else _Chunk(call, memory)
     if validate:
-        check_slots([not invalid for invalid in chunk.slots[CacheSlots.INVALID].tolist()], call, call.lengths(spec))
+        check_slots([not invalid for invalid in chunk.slots[CacheSlots.INVALID].tolist()], call)
     if few:
         with component("cache"):
-            return decode_step(call, spec)
+            return decode_step(call)
     with component("cache"):
         chunk.append()
     with component("compress"):
@@ -98,46 +96,46 @@ def step(
         o = torch.cat([part[0] for part in parts])
         lses = [torch.cat(part, dim=int(call.packed)) for part in list(zip(*parts))[1:]]
     with component("cache"):
-        invalidate_rows(o, lses, chunk.slots, call.cu_seqlens_q)
+        invalidate_rows(o, lses, chunk.slots, call.cu_seqlens)
     return o, tuple(lses)
 
 
-def needs_host_lengths(call: CachedCall, spec: CallSpec) -> bool:
+def needs_host_lengths(call: Call) -> bool:
     """True if a packed call with this bound must be split over sequences, so that copies fit `WORKSPACE`."""
-    if call.B == 1 or call.B * _bytes_of_tokens(call, call.capacity) <= WORKSPACE:
+    if call.B == 1 or call.B * _bytes_of_tokens(call, call.cache.capacity) <= WORKSPACE:
         return False
-    return call.B * _bytes_copied(call, spec) > WORKSPACE and not supports(call, spec)
+    return call.B * _bytes_copied(call) > WORKSPACE and not supports(call)
 
 
-def _how_read(call: CachedCall) -> str:
+def _how_read(call: Call) -> str:
     """The way that attention reads the caches: "rows", "pages" or "copies"."""
     if call.k is None:
         return "copies"
-    if call.page_table is None and call.cache_batch_idx is None and not call.packed:
+    if call.cache.page_table is None and call.cache.cache_batch_idx is None and not call.packed:
         return "rows"
-    listed, compressed = call.block_indices is not None, call.caches(COMPRESSED_CACHES)
-    on_pages = len(compressed) == 2 and reads_pages(call.config, call.k_cache, call.v_cache, listed=listed)
+    listed, compressed = call.block_indices is not None, call.cache.named(COMPRESSED_CACHES)
+    on_pages = len(compressed) == 2 and reads_pages(call.config, call.cache.k_cache, call.cache.v_cache, listed=listed)
     return "pages" if on_pages else "copies"
 
 
-def _bytes_of_tokens(call: CachedCall, tokens: int) -> int:
-    return sum(tokens * x.shape[2:].numel() * x.element_size() for x in call.caches(TOKEN_CACHES).values())
+def _bytes_of_tokens(call: Call, tokens: int) -> int:
+    return sum(tokens * x.shape[2:].numel() * x.element_size() for x in call.cache.named(TOKEN_CACHES).values())
 
 
-def _bytes_copied(call: CachedCall, spec: CallSpec) -> int:
+def _bytes_copied(call: Call) -> int:
     """Bytes that are copied of a sequence's caches."""
-    how, config, tokens = _how_read(call), call.config, call.capacity
+    how, config, tokens = _how_read(call), call.config, call.cache.capacity
     if how == "pages":
-        window = call.longest(spec) + config.window_size - 1 if config.window_size else 0
+        window = call.longest + config.window_size - 1 if config.window_size else 0
         tokens = min(tokens, window) + tokens // config.stride
     return 0 if how == "rows" else _bytes_of_tokens(call, tokens)
 
 
-def _unpacked(call: CachedCall) -> CachedCall:
+def _unpacked(call: Call) -> Call:
     """A pack of one sequence as a batch."""
     tensors = {name: getattr(call, name) for name in (*READ, "gates", "block_indices")}
     tensors = {name: x if x is None else x.unsqueeze(0) for name, x in tensors.items()}
-    return replace(call, cu_seqlens_q=None, max_seqlen_q=None, **tensors)
+    return call._replace(cu_seqlens=None, spec=replace(call.spec, lengths=None, bound=None), **tensors)
 
 
 class _Chunk:
@@ -150,17 +148,17 @@ class _Chunk:
         how: the caches are read, see `_how_read`.
     """
 
-    def __init__(self, call: CachedCall, spec: CallSpec, memory: MemoryPolicy) -> None:
-        self.call, self.spec, self.memory, self.how, config = call, spec, memory, _how_read(call), call.config
-        tables = call.page_table, call.cmp_page_table
-        if call.cache_batch_idx is not None:
-            tables = (call.cache_batch_idx.unsqueeze(1),) * 2
-        compressed = next(iter(call.caches(COMPRESSED_CACHES).values()), None)
-        caches = dict(cache=call.k_cache, table=tables[0], cmp_cache=compressed, cmp_table=tables[1])
+    def __init__(self, call: Call, memory: MemoryPolicy) -> None:
+        self.call, self.memory, self.how = call, memory, _how_read(call)
+        config, tables = call.config, (call.cache.page_table, call.cache.cmp_page_table)
+        if call.cache.cache_batch_idx is not None:
+            tables = (call.cache.cache_batch_idx.unsqueeze(1),) * 2
+        compressed = next(iter(call.cache.named(COMPRESSED_CACHES).values()), None)
+        caches = dict(cache=call.cache.k_cache, table=tables[0], cmp_cache=compressed, cmp_table=tables[1])
         blocks = dict(span=config.span, stride=config.stride, window=config.window_size, adds=call.k is not None)
-        starts = dict(T=call.longest(spec), cu_seqlens=call.cu_seqlens_q)
+        starts = dict(T=call.longest, cu_seqlens=call.cu_seqlens)
         with component("cache"):
-            self.slots = locate(call.cache_seqlens, **starts, **caches, **blocks)
+            self.slots = locate(call.cache.cache_seqlens, **starts, **caches, **blocks)
         if self.how == "pages" and tables[0] is None:
             (rows,) = numbers_on(((*range(call.B),),), call.q.device)
             tables = (rows.unsqueeze(1),) * 2
@@ -172,17 +170,17 @@ class _Chunk:
         new = (*self._tensors(*TOKEN_CACHES), None, None)
         caches = (*self._tensors(*CACHES[:4]), *compressed)
         behind = {"rows": "rows", "pages": "block", "copies": ""}[self.how]
-        append(new, caches, self.tables, self.slots, (self.call.cu_seqlens_q, None), behind=behind)
+        append(new, caches, self.tables, self.slots, (self.call.cu_seqlens, None), behind=behind)
 
     def complete(self) -> None:
         """Write the compressed keys and values of blocks that the call completes: the caller's, or of cached tokens."""
         call, span, stride = self.call, self.call.config.span, self.call.config.stride
         new, caches = self._tensors(*COMPRESSED_CACHES), self._tensors("k_cmp_cache", "v_cmp_cache")
         lacking = tuple(cache if x is None else None for cache, x in zip(caches, new))
-        sources = tuple(x if cache is not None else None for x, cache in zip((call.k_cache, call.v_cache), lacking))
+        sources = tuple(None if cache is None else x for x, cache in zip(self._tensors(*CACHES[:2]), lacking))
         projected = call.compress_k_weight is not None or call.compress_v_weight is not None
         if not projected and all(x is None or rows_aligned(x) for x in (*sources, *lacking)):
-            sizes = dict(block_size=span, stride=stride, most=call.most_completed(call.longest(self.spec)))
+            sizes = dict(block_size=span, stride=stride, most=call.config.compressed_capacity(call.longest))
             complete_blocks(sources, lacking, self.tables, self.slots, **sizes)
             sources = None, None
         if all(x is None for x in (*sources, *new)):
@@ -196,9 +194,9 @@ class _Chunk:
 
     def parts(self) -> list[slice]:
         """Sequences that are attended to together: as many with queries as `WORKSPACE` holds copies of."""
-        call, spec, parts, first, attended = self.call, self.spec, [], 0, 0
-        if spec.lengths_known and (copied := _bytes_copied(call, spec)):
-            for b, T in enumerate(call.lengths(spec)):
+        call, parts, first, attended = self.call, [], 0, 0
+        if call.spec.lengths_known and (copied := _bytes_copied(call)):
+            for b, T in enumerate(call.query_lengths):
                 if T and attended == max(1, WORKSPACE // copied):
                     parts.append(slice(first, b))
                     first, attended = b, 0
@@ -207,17 +205,17 @@ class _Chunk:
 
     def attend(self, part: slice) -> tuple[Tensor, ...]:
         """o and the log-sum-exps of the part's sequences."""
-        call, spec, rows, tiles = self.call, self.spec, part, part
+        call, spec, rows, tiles = self.call, self.call.spec, part, part
         if call.packed:
             rows = tiles = slice(None)
-            lengths_k = tuple(call.capacity if T else 0 for T in (spec.lengths or (1,) * call.B)[part])
+            lengths_k = tuple(call.cache.capacity if T else 0 for T in (spec.lengths or (1,) * call.B)[part])
             spec = replace(spec, lengths_k=lengths_k, lengths=spec.lengths and spec.lengths[part])
             if spec.lengths is not None:
-                counted = (list(map(count, self.spec.lengths)) for count in (int, call.config.num_tiles))
+                counted = (list(map(count, call.spec.lengths)) for count in (int, call.config.num_tiles))
                 rows, tiles = (slice(sum(each[: part.start]), sum(each[: part.stop])) for each in counted)
         q, gates, lists = call.q[rows], call.gates, call.block_indices
         gates, lists = None if gates is None else gates[rows], None if lists is None else lists[tiles]
-        more = dict(gate_weight=call.gate_weight, gates=gates, block_indices=lists, cu_seqlens=call.cu_seqlens_q)
+        more = dict(gate_weight=call.gate_weight, gates=gates, block_indices=lists, cu_seqlens=call.cu_seqlens)
         with (side_stream_for(q) if call.config.window_size else None) or nullcontext() as side_stream:
             with component("cache"):
                 keys, pages = self._keys(part, side_stream)
@@ -230,7 +228,7 @@ class _Chunk:
         """Keys and values of all branches by name, with slots for the caches' capacity of each sequence; those of a
         window on pages are copied on the stream of its attention."""
         call, pages, starts = self.call, None, None
-        capacity, count = call.capacity, call.config.compressed_length(call.capacity)
+        capacity, count = call.cache.capacity, call.config.compressed_length(call.cache.capacity)
         caches = self._tensors(*CACHES)
         kv, of_window, compressed = caches[:2], caches[2:4], caches[4:]
         if self.how == "rows":
@@ -283,9 +281,9 @@ class _Chunk:
     def _layout(self, part: slice, factor: int, more: int, size: int = 1) -> tuple[Tensor | None, tuple[int, ...]]:
         """Starts on the GPU (None for a batch), and leading dimensions, of a tensor with (T * factor + more) // size
         rows for each of the part's sequences of T queries; none where T is known to be 0."""
-        call, lengths = self.call, self.call.lengths(self.spec)
+        call, lengths = self.call, self.call.query_lengths
         if lengths is None and factor:
-            (starts,) = starts_of(call.cu_seqlens_q, ((factor, more, size),))
+            (starts,) = starts_of(call.cu_seqlens, ((factor, more, size),))
             return starts, ((len(call.q) * factor + call.B * more) // size,)
         sizes = [(T * factor + more) // size if T else 0 for T in (lengths or (1,) * call.B)[part]]
         if not call.packed:
@@ -306,7 +304,7 @@ class _Chunk:
         return tuple(x if x is None else aligned_rows(project(x, w).to(call.q.dtype)) for x, w in zip(means, weights))
 
     def _tensors(self, *names: str) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self.call, name) for name in names)
+        return tuple(getattr(self.call.cache if name in CACHES else self.call, name) for name in names)
 
 
 def _each(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:

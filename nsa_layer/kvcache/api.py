@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 
 from nsa_layer import autocast, support
-from nsa_layer.cached_call import TENSORS, CachedCall, check_call, refuse_aliases
-from nsa_layer.call import OF_CACHES, CallSpec
+from nsa_layer.cached_call import check_call, refuse_aliases
+from nsa_layer.call import DIFFERENTIABLE, Call, KVCache
 from nsa_layer.checks import lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.derivatives import refuse_transforms
@@ -107,42 +107,35 @@ def nsa_with_kvcache(
             queries may come in other calls); keys that are visible before their block is complete; what the kernels
             lack.
     """
-    call = CachedCall(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=cache_seqlens, page_table=page_table,
-        cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k_cmp_cache=k_cmp_cache,
-        v_cmp_cache=v_cmp_cache, cmp_page_table=cmp_page_table, k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win,
-        k_win_cache=k_win_cache, v_win_cache=v_win_cache, gate_weight=gate_weight, gates=gates, config=config,
-        compress_k_weight=compress_k_weight, compress_v_weight=compress_v_weight, softmax_scale=softmax_scale,
-        block_indices=block_indices, num_splits=num_splits, out=out,
+    cache = KVCache(
+        k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, k_cmp_cache, v_cmp_cache, cmp_page_table,
+        k_win_cache, v_win_cache, num_splits,
     )  # fmt: skip
+    weights, own = (gate_weight, gates, compress_k_weight, compress_v_weight), (k_cmp, v_cmp, k_win, v_win)
+    call = Call(q, k, v, *weights, *own, cu_seqlens=cu_seqlens_q, block_indices=block_indices, cache=cache)
     require_bools(validate=validate, return_lse=return_lse)
-    call, spec, backend = check(call, backend=backend, validate=validate)
-    o, lses = operator.attend(call, spec, backend=backend, validate=validate)
+    static = dict(config=config, softmax_scale=softmax_scale, max_seqlen_q=max_seqlen_q, out=out)
+    call = check(call, **static, backend=backend, validate=validate)
+    o, lses = operator.attend(call, out=out, validate=validate)
     return (o, lses) if return_lse else o
 
 
 def check(
-    call: CachedCall, *, backend: str | None, validate: bool, read: bool = False
-) -> tuple[CachedCall, CallSpec, str]:
+    call: Call, *, backend: str | None, validate: bool, read: bool = False, out: Tensor | None = None, **static: Any
+) -> Call:
     """Raise for whatever is wrong with a call, but for numbers on the device.
 
     Args:
         read: read packed lengths, as ``validate`` does.
+        static: config, softmax_scale and max_seqlen_q.
 
     Returns:
-        The call as autocast, where it is in force, casts it, with lists in int32; its static side; the backend.
+        The call as autocast, where it is in force, casts it, with lists in int32, and the spec.
     """
-    refuse_transforms(*(getattr(call, name) for name in TENSORS))
-    if (lists := lists_in_int32(call.block_indices)) is not call.block_indices:
-        call = replace(call, block_indices=lists)
-    if isinstance(call.q, Tensor) and autocast.dtype_in_force(call.q.device) is not None:
-        cast = autocast.cast(*(getattr(call, name) for name in OF_CACHES))
-        call = replace(call, **dict(zip(OF_CACHES, cast)))
-    spec = check_call(call, backend=backend, validate=validate or read)
+    refuse_transforms(*call.tensors, *call.cache, out)
+    call = Call(*autocast.cast(*call.differentiable), *call[len(DIFFERENTIABLE) :])
+    call = call._replace(block_indices=lists_in_int32(call.block_indices))
+    call = check_call(call, **static, out=out, backend=backend, validate=validate or read)
     if validate:
-        refuse_aliases(call)
-    q, Dv = call.q, call.v_cache.shape[-1]
-    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, rows=call.q_heads_per_list)
-    asked = dict(lists="given" if spec.listed else None, own_keys=call.k_cmp is not None or call.k_win is not None)
-    name = support.choose_backend(backend, config=call.config, needs_grad=False, cached=True, **sizes, **asked)
-    return call, spec, name
+        refuse_aliases(call, out)
+    return support.on_backend(backend, call)

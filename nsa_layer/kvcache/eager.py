@@ -13,8 +13,8 @@ from types import ModuleType
 import torch
 
 from nsa_layer import support
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_slots
-from nsa_layer.call import Aux, Call, CallSpec, accumulation_dtype
+from nsa_layer.cached_call import check_slots
+from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Aux, Call, accumulation_dtype
 from nsa_layer.eager.pooling import compress
 
 Tensor = torch.Tensor
@@ -22,9 +22,7 @@ LSES = ("lse_cmp", "lse_slc", "lse_swa")
 
 
 @torch.no_grad()
-def attend(
-    call: CachedCall, spec: CallSpec, *, backend: str, validate: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], list[Aux | None]]:
+def attend(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], list[Aux | None]]:
     """The step, on caches that it changes in place.
 
     Args:
@@ -34,24 +32,24 @@ def attend(
         o and the branches' log-sum-exps, shaped as `nsa_with_kvcache` says, and each sequence's `Aux` (None where
         there is nothing to attend).
     """
-    module, q, lengths = support.pages(backend), call.q, call.lengths(spec)
-    caches = call.caches(TOKEN_CACHES) | call.caches(COMPRESSED_CACHES)
+    module, q, lengths = support.pages(call.spec.backend), call.q, call.query_lengths
+    caches = call.cache.named((*TOKEN_CACHES, *COMPRESSED_CACHES))
     pages, new = _pages(call, caches), _new(call, lengths)
-    ends = [S if call.k is None else S + T for S, T in zip(call.cache_seqlens.tolist(), lengths)]
+    ends = [S if call.k is None else S + T for S, T in zip(call.cache.cache_seqlens.tolist(), lengths)]
     spans = [{name: _span(call, name, S - T, S) for name in caches} for S, T in zip(ends, lengths)]
     inside = [
         S >= T and all(fits(cache, pages[name][b], spans[b][name][1]) for name, cache in caches.items())
         for b, (S, T) in enumerate(zip(ends, lengths))
     ]
     if validate:
-        check_slots(inside, call, lengths)
+        check_slots(inside, call)
     attended = [b for b, T in enumerate(lengths) if T and inside[b]]
     for b in attended:
         _write(call, module, caches, {name: pages[name][b] for name in caches}, new[b], spans[b])
-    o = q.new_full((*q.shape[:-1], call.v_cache.shape[-1]), torch.nan)
+    o = q.new_full((*q.shape[:-1], call.cache.v_cache.shape[-1]), torch.nan)
     lses = [q.new_full(o.shape[:-1], torch.nan, dtype=accumulation_dtype(q.dtype)) for _ in LSES]
     rows = [x.split(lengths) if call.packed else x.unbind() for x in (o, *lses)]
-    spec, auxes = replace(spec, lengths=None), [None] * call.B
+    spec, auxes = replace(call.spec, lengths=None), [None] * call.B
     weights = {f"{x}_cmp": f"compress_{x}_weight" for x in "kv"}
     for b in attended:
         stored = {name: x[slots_of(x, pages[name][b], 0, spans[b][name][1])] for name, x in caches.items()}
@@ -73,17 +71,18 @@ def slots_of(cache: Tensor, pages: Sequence[int], first: int, end: int) -> tuple
     return torch.tensor(pages, device=cache.device)[at // size], at % size
 
 
-def _pages(call: CachedCall, caches: dict[str, Tensor]) -> dict[str, list[list[int]]]:
+def _pages(call: Call, caches: dict[str, Tensor]) -> dict[str, list[list[int]]]:
     """The pages of each sequence in each cache."""
-    rows = range(call.B) if call.cache_batch_idx is None else call.cache_batch_idx.tolist()
-    tables = call.page_table, call.cmp_page_table
+    cache = call.cache
+    rows = range(call.B) if cache.cache_batch_idx is None else cache.cache_batch_idx.tolist()
+    tables = cache.page_table, cache.cmp_page_table
     tokens, compressed = ([[row] for row in rows] if table is None else table.tolist() for table in tables)
     return {name: compressed if "cmp" in name else tokens for name in caches}
 
 
-def _new(call: CachedCall, lengths: Sequence[int]) -> list[dict[str, Tensor]]:
+def _new(call: Call, lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     """Each sequence's queries, new keys and values, gates and lists, without a dimension of the batch."""
-    rows = {"block_indices": call.config.num_tiles, **dict.fromkeys(COMPRESSED_CACHES, call.most_completed)}
+    rows = {"block_indices": call.config.num_tiles, **dict.fromkeys(COMPRESSED_CACHES, call.config.compressed_capacity)}
     new: list[dict[str, Tensor]] = [{} for _ in lengths]
     for name in ("q", "gates", "block_indices", *TOKEN_CACHES, *COMPRESSED_CACHES):
         if (x := getattr(call, name)) is not None:
@@ -93,7 +92,7 @@ def _new(call: CachedCall, lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     return new
 
 
-def _span(call: CachedCall, name: str, first: int, end: int) -> tuple[int, int]:
+def _span(call: Call, name: str, first: int, end: int) -> tuple[int, int]:
     """The slots of a cache that tokens from first to end fill."""
     count = call.config.compressed_length
     return (count(max(0, first)), count(max(0, end))) if "cmp" in name else (first, end)
@@ -106,7 +105,7 @@ def fits(cache: Tensor, pages: Sequence[int], end: int) -> bool:
 
 
 def _write(
-    call: CachedCall,
+    call: Call,
     module: ModuleType,
     caches: dict[str, Tensor],
     pages: dict[str, Sequence[int]],
@@ -125,7 +124,7 @@ def _write(
             cache[slots_of(cache, pages[name], first, end)] = x[: end - first].to(cache.dtype)
 
 
-def _compress(module: ModuleType, x: Tensor, weight: Tensor | None, call: CachedCall) -> Tensor:
+def _compress(module: ModuleType, x: Tensor, weight: Tensor | None, call: Call) -> Tensor:
     """Compressed keys of x [n, Hkv, D], by the backend's own means."""
     if module.__name__ == support.BACKENDS["reference"]:
         return module.compress(x, weight, config=call.config)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from dataclasses import replace
 from itertools import accumulate, chain
 
 import torch
 
-from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, CachedCall
+from nsa_layer.call import COMPRESSED_CACHES, OWN_KEYS, Call
 from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.kvcache import operator
@@ -19,9 +18,9 @@ from nsa_layer.kvcache.page_allocator import PageAllocator, sent
 
 Tensor = torch.Tensor
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-OF_THE_CACHE = ("config", "cache_seqlens", "page_table", "cmp_page_table", "cache_batch_idx", *CACHES, *"qkv")
-OPTIONS = CachedCall.__dataclass_fields__.keys() - OF_THE_CACHE
 WITHOUT_COMPRESS = (*COMPRESSED_CACHES, "compress_k_weight", "compress_v_weight")
+STATIC = ("softmax_scale", "max_seqlen_q", "out")
+OPTIONS = {*STATIC, *OWN_KEYS, *WITHOUT_COMPRESS, *"gate_weight gates cu_seqlens_q block_indices num_splits".split()}
 
 
 class LastingTensors:
@@ -169,15 +168,16 @@ class NSACache(LastingTensors):
             raise ValueError(f"compress and {both[0]} exclude each other, got both; pass one or neither")
         require_bools(validate=validate, return_lse=return_lse)
         tables = {name: pages.table for name, pages in self._pages.items()}
-        given = dict(q=q, k=k, v=v, config=self.config, cache_seqlens=self.cache_seqlens)
-        call = CachedCall(**given, **self.caches, **tables, **options)
-        call, spec, name = check(call, backend=backend, validate=validate, read=True)
-        counts = call.lengths(spec)
+        static = {name: options.pop(name) for name in STATIC if name in options}
+        new = dict(q=q, k=k, v=v, cu_seqlens=options.pop("cu_seqlens_q", None), cache_seqlens=self.cache_seqlens)
+        call = Call.of(options | new | self.caches | tables)
+        call = check(call, config=self.config, **static, backend=backend, validate=validate, read=True)
+        counts = call.query_lengths
         try:
             ends = self._reserve(counts)
             if compress is not None:
-                call = replace(call, **self._compress(compress, counts, (k, v) if sources is None else sources, call))
-            o, lses = operator.attend(call, spec, backend=name, validate=validate)
+                call = call._replace(**self._compress(compress, counts, (k, v) if sources is None else sources, call))
+            o, lses = operator.attend(call, out=static.get("out"), validate=validate)
         except BaseException:
             self._give_back(self._lengths)
             raise
@@ -185,7 +185,7 @@ class NSACache(LastingTensors):
         return (o, lses) if return_lse else o
 
     def _compress(
-        self, compress: Compress, counts: Sequence[int], new: tuple[Tensor, Tensor], call: CachedCall
+        self, compress: Compress, counts: Sequence[int], new: tuple[Tensor, Tensor], call: Call
     ) -> dict[str, Tensor]:
         """k_cmp and v_cmp of the blocks that new tokens complete, then zeros; sources are kept."""
         stride, blocks, rows, row = self.config.stride, [], [], 0
@@ -193,7 +193,7 @@ class NSACache(LastingTensors):
         for b, (length, count) in enumerate(zip(self._lengths, counts)):
             first, end = self._compressed((length, length + count))
             rows += range(row, row + end - first)
-            row += call.most_completed(count)
+            row += self.config.compressed_capacity(count)
             blocks += [(b, length, starts[b], block * stride) for block in range(first, end)]
         new = tuple(x.flatten(0, -3) for x in new)
         kept = tuple(self.sources.get(name, self.caches[f"{name}_cache"]) for name in "kv")

@@ -3,50 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from nsa_layer import autocast, derivatives
-from nsa_layer.cached_call import CACHES, TENSORS, CachedCall, spec_of
-from nsa_layer.call import CallSpec, accumulation_dtype, lse_shape
+from nsa_layer.cached_call import with_lengths
+from nsa_layer.call import CACHES, TENSORS, Call, KVCache, accumulation_dtype, lse_shape
 from nsa_layer.operators import CONFIG, static_arguments
 from nsa_layer.operators.layer import NAMES, static_spec
 from nsa_layer.operators.registration import OPS, define, differentiate, needs_dispatcher, refuse_derivatives, register
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
+STEP, REQUIRED = TENSORS.index("q_offset"), ("q", "k_cache", "v_cache", "cache_seqlens")  # tensors before q_offset
 NO_GRADIENT = (
     "attention to cached tokens (nsa_with_kvcache, NSACache, models with a cache) has no gradient, since caches do not "
     "keep what their keys and values come from: train on whole sequences without a cache, or call it under no_grad"
 )
 
 
-def attend(call: CachedCall, spec: CallSpec, *, backend: str, validate: bool) -> tuple[Tensor, Lses]:
-    """The step: o, written to ``call.out`` where there is one, and the branches' log-sum-exps.
+def attend(call: Call, *, out: Tensor | None, validate: bool) -> tuple[Tensor, Lses]:
+    """The step: o, written to ``out`` where there is one, and the branches' log-sum-exps.
 
     By the operator, or on the kernels as a function where nobody tells them apart, which takes less of the host's time.
     """
+    cache, spec = call.cache, call.spec
     with torch.no_grad():
-        if not isinstance(call.cache_seqlens, Tensor):
-            seqlens = torch.full((call.B,), call.cache_seqlens, dtype=torch.int32, device=call.q.device)
-            call = replace(call, cache_seqlens=seqlens)
-        if backend == "cute" and not needs_dispatcher():
-            o, lses = _on_backend(call, spec, backend=backend, validate=validate)
-            increment_version([cache for name in CACHES if (cache := getattr(call, name)) is not None])
+        if not isinstance(cache.cache_seqlens, Tensor):
+            seqlens = torch.full((call.B,), cache.cache_seqlens, dtype=torch.int32, device=call.q.device)
+            call = call._replace(cache=(cache := cache._replace(cache_seqlens=seqlens)))
+        if spec.backend == "cute" and not needs_dispatcher():
+            o, lses = _on_backend(call, validate=validate)
+            increment_version([x for name in CACHES if (x := getattr(cache, name)) is not None])
         else:
-            static = static_arguments(replace(spec, backend=backend))
-            static |= dict(max_seqlen_q=call.max_seqlen_q, num_splits=call.num_splits, validate=validate)
-            o, *lses = OPS.with_kvcache(*(getattr(call, name) for name in TENSORS), **static)
-        o = o if call.out is None else call.out.copy_(o)
-    return refuse_gradients(call, o, tuple(lses))
+            static = static_arguments(spec) | dict(bound=spec.bound, num_splits=cache.num_splits, validate=validate)
+            o, *lses = OPS.with_kvcache(*call.tensors[:STEP], *cache[:-1], **static)
+        o = o if out is None else out.copy_(o)
+    return refuse_gradients(call, out, o, tuple(lses))
 
 
-def refuse_gradients(call: CachedCall, o: Tensor, lses: Lses) -> tuple[Tensor, Lses]:
+def refuse_gradients(call: Call, out: Tensor | None, o: Tensor, lses: Lses) -> tuple[Tensor, Lses]:
     """o and the log-sum-exps; copies whose backward raises, where a tensor of the call needs a gradient."""
-    tensors = [getattr(call, name) for name in TENSORS] if torch.is_grad_enabled() else ()
+    tensors = (*call.tensors, *call.cache, out) if torch.is_grad_enabled() else ()
     needing = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
     if needing:  # gradients would pass one number on their way to all of them, so that graphs keep what raises
         passed = sum(x[:0].sum() for x in needing)
@@ -54,44 +54,39 @@ def refuse_gradients(call: CachedCall, o: Tensor, lses: Lses) -> tuple[Tensor, L
     return o, tuple(lses)
 
 
-def _on_backend(call: CachedCall, spec: CallSpec, *, backend: str, validate: bool) -> tuple[Tensor, Lses]:
+def _on_backend(call: Call, *, validate: bool) -> tuple[Tensor, Lses]:
     with autocast.off(call.q.device):
-        if backend == "cute":
+        if call.spec.backend == "cute":
             from nsa_layer.cute import kvcache
 
-            return kvcache.attend(call, spec, validate=validate)
+            return kvcache.attend(call, validate=validate)
         from nsa_layer.kvcache import eager
 
-        return eager.attend(call, spec, backend=backend, validate=validate)[:2]
+        return eager.attend(call, validate=validate)[:2]
 
 
 def _compute(
-    *tensors: Tensor | None,
-    validate: bool,
-    max_seqlen_q: int | None = None,
-    num_splits: int = 0,
-    **static: Any,
+    *tensors: Tensor | None, validate: bool, bound: int | None = None, num_splits: int = 0, **static: Any
 ) -> tuple[Tensor, ...]:
-    config = static_spec(map(static.__getitem__, NAMES), listed=False).config
-    options = dict(config=config, max_seqlen_q=max_seqlen_q, num_splits=num_splits)
-    call = CachedCall(**dict(zip(TENSORS, tensors, strict=True)), **options)
-    how = dict(backend=static["backend"], validate=validate)
-    o, lses = _on_backend(call, spec_of(call, static["softmax_scale"], **how), **how)
+    call = Call(*tensors[:STEP], cache=KVCache(*tensors[STEP:], num_splits))
+    spec = static_spec(map(static.__getitem__, NAMES), listed=call.block_indices is not None)
+    call = with_lengths(call._replace(spec=spec), bound, backend=spec.backend, validate=validate)
+    o, lses = _on_backend(call, validate=validate)
     return o, *(lse.contiguous() for lse in lses)
 
 
 def _fake(*tensors: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
-    q, _, v_cache = tensors[:3]
+    q, v_cache = tensors[0], tensors[STEP + 1]
     lses = [q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype)) for _ in range(3)]
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1])), *lses
 
 
 def _schema() -> str:
     aliases, tensors = dict(zip(CACHES, "abcdef")), []
-    for field in fields(CachedCall)[: len(TENSORS)]:
-        kind = f"Tensor({aliases[field.name]}!)" if field.name in aliases else "Tensor"
-        tensors.append(f"{kind}{'?' * (field.default is not MISSING)} {field.name}")
-    options = f"{CONFIG}, bool validate, int? max_seqlen_q=None, int num_splits=0"
+    for name in (*TENSORS[:STEP], *KVCache._fields[:-1]):
+        kind = f"Tensor({aliases[name]}!)" if name in aliases else "Tensor"
+        tensors.append(f"{kind}{'?' * (name not in REQUIRED)} {name}")
+    options = f"{CONFIG}, bool validate, SymInt? bound=None, int num_splits=0"
     return f"with_kvcache({', '.join(tensors)}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 

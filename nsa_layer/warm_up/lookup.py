@@ -21,7 +21,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from nsa_layer.cached_call import CachedCall
 from nsa_layer.call import Call, Signature
 from nsa_layer.cute.memory_plan import MemoryPolicy
 
@@ -150,11 +149,10 @@ def make_call(call: Signature) -> None:
     with FakeTensorMode(), OnMeta(), torch.no_grad():
         tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
         if call.plan is not None:
-            return _make(Call(**tensors, spec=call.spec), call)
+            return _make(Call.of(tensors)._replace(spec=call.spec), call)
         from nsa_layer.cute.kvcache import step
 
-        cached, memory = CachedCall(**tensors, config=call.spec.config), MemoryPolicy(budget=sys.maxsize)
-        step(cached, call.spec, memory=memory)
+        step(Call.of(tensors)._replace(spec=call.spec), memory=MemoryPolicy(budget=sys.maxsize))
 
 
 def _make(call: Call, signature: Signature) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa_layer.cached_call import check_call
 from nsa_layer.call import Call
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.operators import static_arguments
@@ -94,6 +95,12 @@ def assert_near(got: Iterable[Tensor], want: Iterable[Tensor]) -> None:
         else:
             error = (x.float() - y.float()).norm() / y.float().norm().clamp(min=1e-6)
             assert x.dtype == y.dtype and error < 0.02, (i, float(error))
+
+
+def checked_call(given: dict[str, Any], **how: Any) -> Call:
+    """The checked call of these arguments of `nsa_with_kvcache`; options as of `check_call`."""
+    static = {name: given[name] for name in ("config", "softmax_scale", "max_seqlen_q", "out") if name in given}
+    return check_call(Call.of(given | dict(cu_seqlens=given.get("cu_seqlens_q"))), **static, **how)
 
 
 class Noted(TorchDispatchMode):

@@ -13,13 +13,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_calls import CACHED, cached_arguments, no_waits, starts_of
+from layer_calls import CACHED, cached_arguments, checked_call, no_waits, starts_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from nsa_layer import NSACache, NSAConfig, checks, nsa, nsa_with_kvcache
-from nsa_layer.cached_call import CACHES, COMPRESSED_CACHES, TENSORS, TOKEN_CACHES, CachedCall, check_call
-from nsa_layer.call import CallSpec
+from nsa_layer.call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, Call, CallSpec
 from nsa_layer.operators import static_arguments
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run
@@ -141,9 +140,8 @@ def attended(
         return nsa_with_kvcache(**given, return_lse=True, validate=validate, backend=backend)
     from nsa_layer.cute import kvcache
 
-    call = CachedCall(**given)
-    spec = check_call(call, backend="cute" if unread else "reference", validate=validate)
-    return kvcache.attend(call, spec, validate=validate)
+    call = checked_call(given, backend="cute" if unread else "reference", validate=validate)
+    return kvcache.attend(call, validate=validate)
 
 
 def every(step: int, most: int = 100) -> list[range]:
@@ -223,10 +221,10 @@ def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
     anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * sum(given[f"{name}_cache"][0].nbytes for name in "kv")
     for workspace, more, read in ((whole, anew, False), (whole - 1, anew, True), (whole - 1, {}, False), (1, {}, True)):
         monkeypatch.setattr(kvcache, "WORKSPACE", workspace)
-        spec = check_call(CachedCall(**given | more), backend="cute", validate=False)
+        spec = checked_call(given | more, backend="cute", validate=False).spec
         assert (spec.lengths is not None) == read, (workspace, more)
     monkeypatch.setattr(kvcache, "supports", lambda *_: True)  # decode's kernels copy nothing
-    assert check_call(CachedCall(**given), backend="cute", validate=False).lengths is None
+    assert checked_call(given, backend="cute", validate=False).spec.lengths is None
 
 
 def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulation: None) -> None:
@@ -235,7 +233,8 @@ def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulation: None) -
     given, packed = cached_arguments(), {name: cached_arguments()[name].flatten(0, 1) for name in "qkv"}
     want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL).flatten(0, 1)
     given |= packed | dict(cu_seqlens_q=torch.tensor([-5, 20, 99]).int(), max_seqlen_q=20)
-    o, _ = kvcache.attend(CachedCall(**given), CallSpec(SMALL, True, 8**-0.5, bound=20), validate=False)
+    call = Call.of(given | dict(cu_seqlens=given["cu_seqlens_q"]))
+    o, _ = kvcache.attend(call._replace(spec=CallSpec(SMALL, True, 8**-0.5, bound=20)), validate=False)
     torch.testing.assert_close(o, want, **EXACT)
 
 
@@ -395,12 +394,13 @@ def test_pytorch_finds_nothing_wrong_with_the_operator(packed: bool) -> None:
     given = cached_arguments()
     for name in ("q", "k", "v") if packed else ():
         given[name] = given[name].flatten(0, 1)
-    call = CachedCall(**given, cu_seqlens_q=starts_of((20, 20)) if packed else None)
-    static = static_arguments(check_call(call)) | dict(backend="eager", validate=False)
+    call = checked_call(given | dict(cu_seqlens_q=starts_of((20, 20)) if packed else None))
+    static = static_arguments(replace(call.spec, backend="eager")) | dict(validate=False)
     for name in CACHES:  # NaN is not equal to itself
-        if getattr(call, name) is not None:
-            getattr(call, name).zero_()
-    op, (q, *rest) = torch.ops.nsa_layer.with_kvcache.default, [getattr(call, name) for name in TENSORS]
+        if (cache := getattr(call.cache, name)) is not None:
+            cache.zero_()
+    op, given = torch.ops.nsa_layer.with_kvcache.default, call._asdict() | call.cache._asdict()
+    q, *rest = (given[argument.name] for argument in op._schema.arguments if not argument.kwarg_only)
     opcheck(op, (q, *rest), static)
     with pytest.raises(RuntimeError, match="with_kvcache has no derivatives of its own"):
         op(q.clone().requires_grad_(), *rest, **static)

@@ -35,8 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy
 from nsa_layer.config import ListConfig
-from nsa_layer.call import OWN_KEYS, Call, CallSpec, Signature
-from nsa_layer.cached_call import CachedCall
+from nsa_layer.call import OWN_KEYS, Call, CallSpec, KVCache, Signature
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
 from nsa_tools.shape import Shape
@@ -52,15 +51,16 @@ def shape(**changes):
 def own_call(call, bounded=False):
     spec, given = call.spec, {name: torch.empty(of, dtype=kind, device="cuda") for name, of, kind in call.tensors}
     if call.plan is None:
-        own = CachedCall(**given, config=spec.config)
-        assert Signature.of(vars(own), spec) == call
-        return kvcache.step(own, spec, memory=MemoryPolicy(budget=1 << 60))
+        own = Call.of(given)._replace(spec=spec)
+        assert Signature.of(own) == call
+        return kvcache.step(own, memory=MemoryPolicy(budget=1 << 60))
     own = Call(**given, spec=spec)
     if bounded:
         starts = torch.empty(len(spec.lengths) + 1, dtype=torch.int32, device="cuda")
         spec = replace(spec, lengths=None, bound=max(spec.lengths))
-        assert Signature.of(own._asdict(), spec, call.plan, backward=call.backward) == call
-        own = own._replace(cu_seqlens=starts, spec=spec)
+        own = own._replace(spec=spec)
+        assert Signature.of(own, call.plan, backward=call.backward) == call
+        own = own._replace(cu_seqlens=starts)
     o, saved = pages.forward(own, plan=call.plan)
     if call.backward:
         pages.backward(own, saved, torch.empty_like(o), plan=call.plan, o=o)
@@ -125,9 +125,9 @@ for lengths, bound, lead in ((None, None, (2, 30)), ((7, 53), None, (60,)), (Non
     tensors = [(name, (*lead, H, 64), torch.bfloat16) for name, H in new.items()]
     tensors += [(name, (9, page, 2, 64), torch.bfloat16) for name, page in pages.items()]
     tensors += [("cache_seqlens", (2,), number), ("page_table", (2, 4), number), ("cmp_page_table", (2, 4), number)]
-    tensors += [("cu_seqlens_q", (3,), number)] * (lead == (60,))
-    order = CachedCall.__dataclass_fields__
-    tensors = tuple(sorted(tensors, key=lambda x: [*order].index(x[0])))
+    tensors += [("cu_seqlens", (3,), number)] * (lead == (60,))
+    order = Call._fields + KVCache._fields
+    tensors = tuple(sorted(tensors, key=lambda x: order.index(x[0])))
     call = Signature(tensors, CallSpec(NSAConfig(), True, 0.125, lengths, bound=bound))
     assert list(kernel_files(call)) == asked(call) and len(asked(call)) == 11, (call, asked(call))
 """

@@ -10,8 +10,7 @@ from functools import lru_cache
 import torch
 
 from flash_attn.cute.runtime.own_device import target_sm_count
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
-from nsa_layer.call import CallSpec
+from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call
 from nsa_layer.kernels.decode.compressed import CompressedDecode
 from nsa_layer.kernels.decode.selected import SelectedDecode
 from nsa_layer.kernels.decode.spec import (
@@ -39,38 +38,37 @@ APART = 2  # times as many warps for compressed keys are worth a launch
 OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
 
 
-def supports(call: CachedCall, spec: CallSpec) -> bool:
+def supports(call: Call) -> bool:
     """True if `decode_step` computes such a call."""
-    config, new = call.config, [x for x in (call.q, call.k, call.v, call.k_win, call.v_win) if x is not None]
-    caches = [*call.caches(TOKEN_CACHES).values(), *call.caches(COMPRESSED_CACHES).values()]
-    if not 0 < call.longest(spec) <= MOST_QUERIES or call.block_indices is not None:
+    cache, config = call.cache, call.config
+    new = [x for x in (call.q, call.k, call.v, call.k_win, call.v_win) if x is not None]
+    caches = cache.named((*TOKEN_CACHES, *COMPRESSED_CACHES)).values()
+    if not 0 < call.longest <= MOST_QUERIES or call.block_indices is not None:
         return False
     if not config.by_token or config.block_size % KEYS or config.block_counts > MOST_BLOCKS:
         return False
-    if call.k_cmp_cache is None or call.v_cmp_cache is None or call.q.dtype not in KERNEL_DTYPES:
+    if cache.k_cmp_cache is None or cache.v_cmp_cache is None or call.q.dtype not in KERNEL_DTYPES:
         return False
-    if call.k_cmp_cache.shape[:2] != call.v_cmp_cache.shape[:2]:
+    if cache.k_cmp_cache.shape[:2] != cache.v_cmp_cache.shape[:2]:
         return False
-    if call.q.shape[-1] not in ROW_LENGTHS or call.q.shape[-1] != call.v_cache.shape[-1]:
+    if call.q.shape[-1] not in ROW_LENGTHS or call.q.shape[-1] != cache.v_cache.shape[-1]:
         return False
     if call.k is None and (call.k_cmp is not None or call.v_cmp is not None):
         return False
     if not all(map(_is_aligned, (*caches, *new))):
         return False
-    return not _is_ragged(call, spec) or (call.k_cmp is None and call.v_cmp is None)
+    return not _is_ragged(call) or (call.k_cmp is None and call.v_cmp is None)
 
 
 @torch.no_grad()
-def decode_step(
-    call: CachedCall, spec: CallSpec, *, lists: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The step, on caches that it changes in place: o and the branches' log-sum-exps.
 
     Args:
         lists: int32 [B, most queries of a sequence, Hkv, width of lists], written: the blocks that each token lists.
     """
-    q, B, T = call.q, call.B, call.longest(spec)
-    cu_seqlens_q = call.cu_seqlens_q if _is_ragged(call, spec) else None
+    q, cache, B, T = call.q, call.cache, call.B, call.longest
+    cu_seqlens_q = call.cu_seqlens if _is_ragged(call) else None
 
     def rows(x: Tensor | None) -> Tensor | None:
         """[B, T, ...] or [1, total, ...]"""
@@ -79,10 +77,10 @@ def decode_step(
         return x.unsqueeze(0) if cu_seqlens_q is not None else x.unflatten(0, (B, -1))
 
     kernel, (cmp, slc, warps) = _kernel_spec(call, T), _splits(call, T)
-    Hkv, D, R = call.k_cache.shape[2], q.shape[-1], kernel.rows
-    capacity, compressed_capacity = call.capacity, call.k_cmp_cache.shape[1]
-    if call.cmp_page_table is not None:
-        compressed_capacity *= call.cmp_page_table.shape[1]
+    Hkv, D, R = cache.k_cache.shape[2], q.shape[-1], kernel.rows
+    capacity, compressed_capacity = cache.capacity, cache.k_cmp_cache.shape[1]
+    if cache.cmp_page_table is not None:
+        compressed_capacity *= cache.cmp_page_table.shape[1]
     length = max(1, -(-call.config.compressed_length(capacity) // KEYS)) * KEYS
     scores = q.new_empty(B, Hkv, R, length, dtype=torch.float32)
     stats, acc = (q.new_empty(B, Hkv, R, cmp, n, dtype=torch.float32) if cmp else None for n in (2, D))
@@ -91,12 +89,12 @@ def decode_step(
     lead = query.shape[:2]
     lses = [torch.empty(lead[0], q.shape[-2], lead[1], dtype=torch.float32, device=q.device) for _ in range(3)]
     step = StepTensors(
-        query, call.k_cache, call.v_cache, rows(call.k), rows(call.v), call.k_win_cache, call.v_win_cache,
-        rows(call.k_win), rows(call.v_win), call.k_cmp_cache, call.v_cmp_cache, rows(call.k_cmp), rows(call.v_cmp),
-        call.page_table, call.cmp_page_table, call.cache_batch_idx, cu_seqlens_q, call.cache_seqlens,
+        query, cache.k_cache, cache.v_cache, rows(call.k), rows(call.v), cache.k_win_cache, cache.v_win_cache,
+        rows(call.k_win), rows(call.v_win), cache.k_cmp_cache, cache.v_cmp_cache, rows(call.k_cmp), rows(call.v_cmp),
+        cache.page_table, cache.cmp_page_table, cache.cache_batch_idx, cu_seqlens_q, cache.cache_seqlens,
         readable_weight(call.compress_k_weight), readable_weight(call.compress_v_weight), scores, stats, acc, valid,
     )  # fmt: skip
-    sizes, scale = (capacity, compressed_capacity), float(spec.softmax_scale)
+    sizes, scale = (capacity, compressed_capacity), float(call.spec.softmax_scale)
     if cmp:
         launch("decode_compressed", CompressedDecode, (kernel,), *step, *sizes, scale)
         step = step._replace(**WITHOUT_COMPRESSED)
@@ -109,9 +107,9 @@ def decode_step(
     return o, tuple(lses)
 
 
-def _is_ragged(call: CachedCall, spec: CallSpec) -> bool:
+def _is_ragged(call: Call) -> bool:
     """True if packed sequences may have different numbers of queries."""
-    return call.packed and (spec.lengths is None or len(set(spec.lengths)) > 1)
+    return call.packed and (call.spec.lengths is None or len(set(call.spec.lengths)) > 1)
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -119,26 +117,26 @@ def _is_aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and not any(n % VECTOR for n in (*x.stride()[:-1], x.storage_offset()))
 
 
-def _each(call: CachedCall, warps: int) -> int:
+def _each(call: Call, warps: int) -> int:
     """Blocks in one thread of these warps that select, in each of their rounds."""
-    blocks = call.config.num_blocks(call.capacity)
+    blocks = call.config.num_blocks(call.cache.capacity)
     return next((each for each in EACH if blocks <= warps * WARP * each), EACH[-1])
 
 
-def _kernel_spec(call: CachedCall, T: int) -> DecodeSpec:
+def _kernel_spec(call: Call, T: int) -> DecodeSpec:
     config = call.config
     return DecodeSpec(
-        D=call.q.shape[-1], G=call.q.shape[-2] // call.k_cache.shape[2], T=T, span=config.span, stride=config.stride,
+        D=call.q.shape[-1], G=call.q_heads_per_list, T=T, span=config.span, stride=config.stride,
         offset=config.offset, block_size=config.block_size, n=config.block_counts, window=config.window_size,
         init=config.init_blocks, local=config.local_blocks, appends=call.k is not None,
     )  # fmt: skip
 
 
-def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
+def _splits(call: Call, T: int) -> tuple[int, int, int]:
     """Thread blocks that share a row's compressed keys, 0 if those of the others do; these, and their warps."""
-    config, Hkv = call.config, call.k_cache.shape[2]
+    config, Hkv = call.config, call.cache.k_cache.shape[2]
     G, units = call.q.shape[-2] // Hkv, call.B * Hkv
-    length, listed = config.compressed_length(call.capacity), config.block_counts * config.block_size
+    length, listed = config.compressed_length(call.cache.capacity), config.block_counts * config.block_size
     rows, units = units * -(-T * G // ROWS), units * T * -(-G // ROWS)  # 16 of all, and of a token's
     cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
     warps = WARPS if units > _slots() // RESIDENT else RESIDENT * WARPS
@@ -151,12 +149,12 @@ def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
     return (cmp, few, WARPS) if cmp * rows + few * units <= _slots() else (0, slc, warps)
 
 
-def _num_splits(call: CachedCall, keys: int, units: int, warps: int, most: int, clusters: bool) -> int:
+def _num_splits(call: Call, keys: int, units: int, warps: int, most: int, clusters: bool) -> int:
     """Thread blocks of so many warps that share the keys of one of `units`."""
     steps = -(-keys // (KEYS * warps))
     most = max(1, min(steps, most))
     slots = _slots() * WARPS // warps
-    return min(call.num_splits, most) if call.num_splits else _fastest(most, steps, units, slots, clusters)
+    return min(call.cache.num_splits, most) if call.cache.num_splits else _fastest(most, steps, units, slots, clusters)
 
 
 @lru_cache(maxsize=1024)

@@ -18,13 +18,15 @@ def starts(counts: Iterable[int], device: torch.device | str = "cuda") -> torch.
 
 
 def faked(make: Callable[[], Any]) -> Any:
-    """In a worker, where tensors are fake: the dataclass that is made, with empty tensors on a GPU."""
+    """In a worker, where tensors are fake: the dataclass or tuple that is made, with empty tensors on a GPU."""
     with unset_fake_temporarily():
         record = make()
 
     def fake(x: torch.Tensor) -> torch.Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device="cuda")
 
+    if isinstance(record, tuple):
+        return tree_map_only(torch.Tensor, fake, record)
     return replace(record, **{name: tree_map_only(torch.Tensor, fake, x) for name, x in vars(record).items()})
 
 

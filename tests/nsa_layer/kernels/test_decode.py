@@ -17,8 +17,7 @@ from fa_compile import Worker
 from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
-from nsa_layer.call import CallSpec
+from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call, CallSpec, KVCache
 from nsa_layer.eager.pooling import compress
 from nsa_layer.kvcache.eager import attend as attend_in_pytorch
 from nsa_layer.kvcache.eager import slots_of
@@ -67,7 +66,7 @@ class Case:
     def spec(self) -> CallSpec:
         return CallSpec(self.config, True, self.D**-0.5, self.queries or None)
 
-    def call(self, device: str = "cuda") -> CachedCall:
+    def call(self, device: str = "cuda") -> Call:
         """The step; places behind what there is are NaN."""
         generator = torch.Generator(device).manual_seed(self.seed)
 
@@ -77,7 +76,7 @@ class Case:
         config, B, (Hkv, G, D) = self.config, len(self.lengths), (self.Hkv, self.G, self.D)
         names = ["k", "v", *self.win]
         rows = (sum(self.queries),) if self.queries else (B, self.T)
-        made: dict[str, Any] = dict(q=draw(*rows, Hkv * G, D), config=config, num_splits=self.num_splits)
+        made: dict[str, Any] = dict(q=draw(*rows, Hkv * G, D), num_splits=self.num_splits)
         places, tables, at = {}, {}, torch.arange(B)
         for name in (*names, *COMPRESSED_CACHES):
             stride = config.stride if "cmp" in name else 1
@@ -118,14 +117,15 @@ class Case:
         if self.given:
             made |= {name: join(parts[name]) for name in COMPRESSED_CACHES}
         if self.queries:
-            made["cu_seqlens_q"] = starts(self.queries, device)
+            made["cu_seqlens"] = starts(self.queries, device)
         before = [S - T if self.new else S for S, T in zip(self.lengths, self.T_of)]
         made["cache_seqlens"] = torch.tensor(before, dtype=torch.int32, device=device)
         if self.gate == "weight":
             made["gate_weight"] = draw(Hkv * G, 3, D) * D**-0.5
         if self.gate == "given":
             made["gates"] = torch.rand(*rows, Hkv * G, 3, generator=generator, device=device)
-        return CachedCall(**made, **tables, **{f"{name}_cache": x for name, x in places.items()})
+        caches = {f"{name}_cache": x for name, x in places.items()}
+        return Call.of(made | tables | caches)._replace(spec=self.spec)
 
 
 SHORT, UNFORCED = (1, 40, 1088), dict(init_blocks=0, local_blocks=0)
@@ -154,28 +154,28 @@ FORCED = [(name, (0, 2, 8)) for name in ("first and local", "first alone", "too 
 FORCED += [("no window", (0, 2, 8)), ("no window", (2, 3, 8))]
 
 
-def decode(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+def decode(call: Call, case: Case) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """o, log-sum-exps, and lists [B, T, Hkv, n]."""
     from nsa_layer.kernels.decode.step import decode_step, supports
 
     T_of = case.T_of
-    assert supports(call, case.spec)
+    assert supports(call)
     n = max(case.config.block_counts, 3)
     lists = torch.full((call.B, max(T_of), case.Hkv, n), -2, dtype=torch.int32, device=call.q.device)
-    return *decode_step(call, case.spec, lists=lists), lists
+    return *decode_step(call, lists=lists), lists
 
 
-def copied(call: CachedCall, dtype: torch.dtype | None = None) -> CachedCall:
+def copied(call: Call, dtype: torch.dtype | None = None) -> Call:
     def copy(x: object) -> object:
         if not isinstance(x, Tensor):
             return x
         return x.clone() if dtype is None or not x.is_floating_point() else x.to(dtype)
 
-    return replace(call, **{name: copy(x) for name, x in vars(call).items()})
+    return Call(*map(copy, call[:-1]), KVCache(*map(copy, call.cache)))
 
 
-def eager(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor | None]]:
-    o, lses, auxes = attend_in_pytorch(call, case.spec, backend="eager", validate=False)
+def eager(call: Call, case: Case) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor | None]]:
+    o, lses, auxes = attend_in_pytorch(call._replace(spec=replace(call.spec, backend="eager")), validate=False)
     return o, lses, [None if aux is None else aux.block_indices[0] for aux in auxes]
 
 
@@ -258,7 +258,8 @@ def test_what_the_kernels_take() -> None:
     from nsa_layer.kernels.decode.step import supports
 
     def taken(case: Case = Case(), **changes: object) -> bool:
-        return supports(replace(case.call("cpu"), **changes), case.spec)
+        call = case.call("cpu")
+        return supports(Call.of(call._asdict() | call.cache._asdict() | changes)._replace(spec=call.spec))
 
     assert taken() and taken(CASES["packed"]) and taken(CASES["narrow"]) and taken(Case(T=8))
     assert not taken(Case(T=9)) and not taken(Case(D=96)) and not taken(Case(dtype=torch.float32))
@@ -285,7 +286,7 @@ def assert_step(case: Case) -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2, msg=lambda m: f"{case} {part}: {m}")
     assert error <= 2 * error_eager + rounding, f"{case}: {error} against {error_eager}"
     for key in TOKEN_CACHES + COMPRESSED_CACHES:
-        cache, want = getattr(ours, f"{key}_cache"), getattr(theirs, f"{key}_cache")
+        cache, want = (getattr(call.cache, f"{key}_cache") for call in (ours, theirs))
         if cache is not None and key in TOKEN_CACHES:
             assert torch.equal(cache.view(torch.int16), want.view(torch.int16)), f"{case}: {key}_cache"
         elif cache is not None:
@@ -310,7 +311,7 @@ def test_keys_are_divided(
 
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
     q, cache = torch.empty(B, T, Hq, 128, device="meta"), torch.empty(B, S, Hkv, 128, device="meta")
-    call = CachedCall(q=q, k_cache=cache, v_cache=cache, cache_seqlens=cache, config=DEFAULT)
+    call = Call(q, None, None, spec=CallSpec(DEFAULT, True, 1.0), cache=KVCache(cache, cache, cache))
     assert step._splits(call, T) == splits
 
 
@@ -345,7 +346,7 @@ def test_token_by_token_in_a_graph() -> None:
         torch.testing.assert_close(o, o_eager, rtol=2e-2, atol=2e-2, msg=lambda m: f"step {step}: {m}")
         for got, want in zip(lses, lses_eager):
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=lambda m: f"step {step}: {m}")
-        call.cache_seqlens.add_(1)
+        call.cache.cache_seqlens.add_(1)
 
 
 @pytest.mark.gpu
@@ -356,18 +357,19 @@ def test_numbers_of_queries_may_be_known_on_the_gpu_alone() -> None:
     case, call = CASES["packed"], CASES["packed"].call()
     spec = replace(case.spec, lengths=None, bound=8)
     ours, theirs = copied(call), copied(call)
-    assert supports(ours, spec)
-    o, lses = decode_step(ours, spec)
+    ours = ours._replace(spec=spec)
+    assert supports(ours)
+    o, lses = decode_step(ours)
     want, want_lses, _ = decode(theirs, case)
-    for got, expected in zip((o, *lses, ours.k_cache), (want, *want_lses, theirs.k_cache)):
+    for got, expected in zip((o, *lses, ours.cache.k_cache), (want, *want_lses, theirs.cache.k_cache)):
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
-    bad = copied(call)
-    bad.cu_seqlens_q.copy_(torch.tensor([0, 3, 3, 4, 1 << 30]))
-    before = bad.k_cache.clone()
-    o, _ = decode_step(bad, spec)
+    bad = copied(call)._replace(spec=spec)
+    bad.cu_seqlens.copy_(torch.tensor([0, 3, 3, 4, 1 << 30]))
+    before = bad.cache.k_cache.clone()
+    o, _ = decode_step(bad)
     assert torch.equal(o[:4], want[:4])
-    last = bad.page_table[3].long()
-    assert torch.equal(bad.k_cache[last].view(torch.int16), before[last].view(torch.int16))
+    last = bad.cache.page_table[3].long()
+    assert torch.equal(bad.cache.k_cache[last].view(torch.int16), before[last].view(torch.int16))
 
 
 @pytest.mark.gpu
@@ -378,13 +380,13 @@ def test_rows_out_of_the_caches(page: int) -> None:
     call = case.call()
     kept = copied(call)
     bad = copied(call)
-    bad.cache_seqlens[1] = case.room
+    bad.cache.cache_seqlens[1] = case.room
     if page:
-        bad.page_table[2, 3] = -1
-        bad.cmp_page_table[3, 0] = len(bad.k_cmp_cache)
+        bad.cache.page_table[2, 3] = -1
+        bad.cache.cmp_page_table[3, 0] = len(bad.cache.k_cmp_cache)
     else:
-        bad.cache_batch_idx[2] = len(bad.k_cache)
-        bad.cache_seqlens[3] = -5
+        bad.cache.cache_batch_idx[2] = len(bad.cache.k_cache)
+        bad.cache.cache_seqlens[3] = -5
     before = copied(bad)
     o, lses, _ = decode(bad, case)
     good, good_lses, _ = decode(kept, case)
@@ -392,7 +394,7 @@ def test_rows_out_of_the_caches(page: int) -> None:
     for lse, whole in zip(lses, good_lses):
         assert torch.equal(lse[0], whole[0]) and lse[1:].isnan().all()
     for name in ("k", "v", "k_cmp", "v_cmp"):
-        x, was, wrote = (getattr(c, f"{name}_cache") for c in (bad, before, kept))
+        x, was, wrote = (getattr(c.cache, f"{name}_cache") for c in (bad, before, kept))
         untouched = (x.view(torch.int16) == was.view(torch.int16)) | (x.view(torch.int16) == wrote.view(torch.int16))
         assert untouched.all()
         changed = (x.view(torch.int16) != was.view(torch.int16)).flatten(2).any(-1).sum().item()
