@@ -92,7 +92,7 @@ faults(
      "A cache that is made under inference mode cannot be written to outside of it.",
      lambda original: original.__wrapped__),
     ("graph cut", "nsa_layer.kvcache.operator:refuse_gradients", "caches.no gradient",
-     "Cached tokens cut the graph without an error.", instead(lambda original, call, o, lses: (o, lses))),
+     "Cached tokens cut the graph without an error.", instead(lambda original, call, out, o, lses: (o, lses))),
     ("blocks of any length", "nsa_layer.config:NSAConfig.__post_init__", "options.good",
      "Blocks may be as long as positions go.", without("tokens, got")),
     ("no dictionary taken", "nsa_layer.config:NSAConfig.from_dict", "options.good",

@@ -7,9 +7,8 @@ from functools import partial
 import torch
 
 from nsa_layer import autocast, operators, support
-from nsa_layer.asserted import assert_numbers
 from nsa_layer.call import Aux, Call
-from nsa_layer.checks import check_inputs, lists_in_int32, require_published
+from nsa_layer.checks import assert_numbers, check_inputs, lists_in_int32, require_published
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, check_shard

@@ -54,7 +54,7 @@ def check_call(
     if packed:
         checks.check_starts(call.cu_seqlens, "cu_seqlens_q")
     else:
-        sizes["Tc"] = config.compressed_capacity(q.shape[1])
+        sizes["Tc"] = config.most_completed(q.shape[1])
     sizes["B"] = call.B
     if not paged and cache.cache_batch_idx is None:
         sizes["rows"] = call.B
@@ -72,42 +72,34 @@ def check_call(
     checks.check_exclusive(call)
     scale = checks.check_scale(softmax_scale, q.shape[-1])
     call = call._replace(spec=CallSpec(config, True, scale, listed=call.block_indices is not None))
-    call = with_lengths(call, max_seqlen_q, backend=backend, validate=validate)
+    call = with_query_lengths(call, max_seqlen_q, backend=backend, validate=validate)
     lengths = call.spec.lengths
     if packed and lengths is not None:
-        sizes["blocks"] = sum(map(config.compressed_capacity, lengths))
+        sizes["blocks"] = sum(map(config.most_completed, lengths))
     for name in (*OF_CACHES[1:], "out"):
         check(name, sizes=dict(sizes))
     _check_new(call)
     if out is not None:
         _refuse_overlap("out", out)
-    if call.block_indices is not None:
-        tiles = None if packed and lengths is None else call.num_lists
-        checks.check_lists(call.block_indices, q, cache.k_cache.shape[2], tiles, packed=packed)
+    checks.check_lists_of(call)
     return call
 
 
-def with_lengths(call: Call, max_seqlen_q: int | None, *, backend: str | None, validate: bool) -> Call:
-    """The call with its queries' packed lengths, which are read and checked.
-
-    They are left on the GPU, with a bound in their place, for kernels that attend to all sequences at once, without
-    ``validate``; in a graph the operator reads them when it runs.
-    """
-    q, spec, capacity = call.q, call.spec, call.cache.capacity
-    if call.packed and not validate and checks.leaves_starts_on_gpu(backend, call.cu_seqlens, q):
+def with_query_lengths(call: Call, max_seqlen_q: int | None, *, backend: str | None, validate: bool) -> Call:
+    """`checks.with_lengths`: read, unless the kernels leave starts on the GPU and attend to all sequences at once."""
+    capacity = call.cache.capacity
+    if not (validate or torch.compiler.is_compiling() or checks.lengths_known(backend, call.q, call.cu_seqlens)):
         from nsa_layer.cute.kvcache import needs_host_lengths
 
-        bound = min(max_seqlen_q or q.shape[0], q.shape[0], capacity)
-        bounded = call._replace(spec=replace(spec, bound=bound))
+        bounded = checks.with_lengths(call, max_seqlen_q, read=False, suffix="_q")
+        bounded = bounded._replace(spec=replace(bounded.spec, bound=min(bounded.spec.bound, capacity)))
         if not needs_host_lengths(bounded):
-            checks.check_packed_lengths(call.cu_seqlens, max_seqlen_q, q, suffix="_q", read=False)
             return bounded
-    lengths = checks.check_packed_lengths(call.cu_seqlens, max_seqlen_q, q, suffix="_q", read=True)
-    longest = max(lengths) if lengths is not None else 0 if call.packed else q.shape[1]
+    call = checks.with_lengths(call, max_seqlen_q, read=True, suffix="_q")
+    longest = max(call.spec.lengths or (0,)) if call.packed else call.q.shape[1]
     if longest > capacity:
         raise ValueError(f"q must have at most {capacity} tokens a sequence, the caches' capacity, got {longest}")
-    bound = max_seqlen_q if torch.compiler.is_compiling() else None  # the operator reads lengths, or leaves them
-    return call._replace(spec=replace(spec, lengths=lengths, bound=bound))
+    return call
 
 
 def _check_options(call: Call, config: NSAConfig) -> None:

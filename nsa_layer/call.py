@@ -164,7 +164,7 @@ class Call(NamedTuple):
     @property
     def B(self) -> int:
         """Sequences."""
-        return len(self.cu_seqlens) - 1 if self.packed else self.q.shape[0]
+        return self.cu_seqlens.shape[0] - 1 if self.packed else self.q.shape[0]
 
     @property
     def query_lengths(self) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -186,33 +187,28 @@ def _check(
     index_scale: float | None = None,
     index_loss: bool = False,
 ) -> CallSpec:
-    q, k, v, cu_seqlens, block_indices = *call[:3], call.cu_seqlens, call.block_indices
+    (q, k, v), packed = call[:3], call.cu_seqlens is not None
     require_config(config)
     require_bools(causal=causal)
-    packed, count = cu_seqlens is not None, config.compressed_length
     sizes, layout = check_qkv(q, k, v, packed=packed)
-    leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q)
     check_exclusive(call)
-    lengths = check_packed_lengths(cu_seqlens, max_seqlen, q, read=not leave)
-    bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
-    if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
-        bound = max_seqlen
+    spec = CallSpec(config, causal, check_scale(softmax_scale, sizes["D"]), listed=call.block_indices is not None)
+    read = validate or torch.compiler.is_compiling() or lengths_known(backend, q, call.cu_seqlens)
+    call = with_lengths(call._replace(spec=spec), max_seqlen, read=read)
     if not packed:
-        sizes["Tc"] = count(sizes["T"])
-    elif lengths is not None:
-        sizes["blocks"] = sum(map(count, lengths))
+        sizes["Tc"] = config.compressed_length(sizes["T"])
+    elif call.spec.lengths is not None:
+        sizes["blocks"] = sum(map(config.compressed_length, call.spec.lengths))
     if call.has_own_window and not config.window_size:
         raise ValueError("k_win and v_win must be None where there is no window, got one with window_size=0")
     sizes["branches"] = len(config.branches)
     for name in DIFFERENTIABLE[3:]:
         check_tensor(name, getattr(call, name), q, sizes, layout)
     index_scale = _check_index(call, config, sizes, index_scale, index_loss, causal)
-    if block_indices is not None:
-        of = lengths if packed else q.shape[1:2]
-        check_lists(block_indices, q, sizes["Hkv"], None if of is None else [*map(config.num_tiles, of)], packed=packed)
-    scale, listed = check_scale(softmax_scale, sizes["D"]), block_indices is not None
-    by_index = dict(index_scale=index_scale, index_loss=index_loss)
-    return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound, **by_index)
+    check_lists_of(call)
+    if config.rule != "index":
+        return call.spec
+    return replace(call.spec, index_scale=index_scale, index_loss=index_loss)
 
 
 def _check_index(
@@ -268,20 +264,42 @@ def check_exclusive(given: Any) -> None:
             raise ValueError(f"{one} and {other} exclude each other, got both; pass one or neither")
 
 
-def check_list_count(block_indices: torch.Tensor, q: torch.Tensor, cu_seqlens: torch.Tensor, q_tile: int) -> None:
-    """Raise ValueError for as many lists as packed sequences of q [total, Hq, D] have by no lengths."""
-    least = -(-q.shape[0] // q_tile)
-    most = least if q_tile == 1 else least + cu_seqlens.shape[0] - 2
-    if not least <= block_indices.shape[0] <= most:
-        raise ValueError(f"block_indices must have {least} to {most} lists, got {block_indices.shape[0]}")
+def lengths_known(backend: str | None, q: torch.Tensor, *starts: torch.Tensor | None) -> bool:
+    """False if packed sequences' starts are on a GPU, where the kernels alone read them; the host reads others."""
+    given = [x for x in starts if x is not None]
+    kernels = backend == "cute" or (backend is None and support.has_kernels(q))
+    return not (given and kernels and all(map(is_on_gpu, given)))
 
 
-def leaves_starts_on_gpu(backend: str | None, cu_seqlens: torch.Tensor | None, q: torch.Tensor) -> bool:
-    """True if the host does not read starts that are on a GPU, since the kernels that run do; False in a graph, whose
-    operators decide."""
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type != "cuda" or torch.compiler.is_compiling():
-        return False
-    return backend in (None, "cute") and support.has_kernels(q)
+def is_on_gpu(starts: object) -> bool:
+    """True for a tensor on a GPU."""
+    return isinstance(starts, torch.Tensor) and starts.device.type == "cuda"
+
+
+def with_lengths(call: Call, max_seqlen: int | None = None, *, read: bool, suffix: str = "") -> Call:
+    """The call with its packed sequences' lengths, which the host reads and checks; in a graph without.
+
+    Args:
+        max_seqlen: tokens of a sequence, at most.
+        read: False for a bound in their place.
+        suffix: of the names of ``cu_seqlens`` and ``max_seqlen``.
+    """
+    q, starts_k, bound, most = call.q, call.cu_seqlens_k, None, f"max_seqlen{suffix}"
+    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+        raise TypeError(f"{most} must be an int or None, got {max_seqlen!r}")
+    if max_seqlen is not None and call.cu_seqlens is None:
+        raise ValueError(f"{most} is for packed input, got {max_seqlen} without cu_seqlens{suffix}")
+    if call.cu_seqlens is None:
+        return call
+    lengths = check_lengths(call.cu_seqlens, q, f"cu_seqlens{suffix}", "q", read=read)
+    if max_seqlen is not None and max_seqlen < (longest := max(lengths or (1,))):
+        raise ValueError(f"{most} must be at least the longest sequence, {longest}, got {max_seqlen}")
+    lengths_k = None if starts_k is None else check_lengths(starts_k, call.k, "cu_seqlens_k", "k", read=read)
+    if not read:
+        bound = min(max_seqlen or q.shape[0], q.shape[0])
+    elif torch.compiler.is_compiling():  # the operator reads lengths, or leaves them
+        bound = max_seqlen
+    return call._replace(spec=replace(call.spec, lengths=lengths, lengths_k=lengths_k, bound=bound))
 
 
 def lists_in_int32(block_indices: object) -> object:
@@ -309,6 +327,21 @@ def check_lists(
     if shape[:-2] != lead or len(shape) < 2 or all(shape[-2] != count for count in heads) or shape[-1] == 0:
         said = ", ".join(map(str, lead))
         raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
+
+
+def check_lists_of(call: Call) -> None:
+    """`check_lists`, as far as the host knows lengths; in a graph the operator checks the number of lists."""
+    lists, (q, k), spec = call.block_indices, call[:2], call.spec
+    if lists is None:
+        return
+    keys, tiles = k if call.cache is None else call.cache.k_cache, None
+    if not call.packed or spec.lengths is not None:
+        tiles = call.num_lists
+    check_lists(lists, q, keys.shape[-2], tiles, packed=call.packed)
+    if tiles is None and not torch.compiler.is_compiling():
+        least, most = (call.config.num_tiles(q.shape[0], count) for count in (1, call.B))
+        if not least <= lists.shape[0] <= most:
+            raise ValueError(f"block_indices must have {least} to {most} lists, got {lists.shape[0]}")
 
 
 def check_positions(q_offset: torch.Tensor | int | None, pairs: Iterable[tuple[int, int]], *, causal: bool) -> None:
@@ -344,27 +377,6 @@ def check_scale(softmax_scale: float | None, D: int, name: str = "softmax_scale"
     return float(softmax_scale)
 
 
-def check_packed_lengths(
-    cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: torch.Tensor, *, suffix: str = "", read: bool
-) -> tuple[int, ...] | None:
-    """The lengths of packed sequences of q, at most max_seqlen; None as for `check_lengths`, and for a batch.
-
-    Args:
-        suffix: of the arguments' names.
-    """
-    starts, most = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
-    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
-        raise TypeError(f"{most} must be an int or None, got {max_seqlen!r}")
-    if max_seqlen is not None and cu_seqlens is None:
-        raise ValueError(f"{most} is for packed input, got {max_seqlen} without {starts}")
-    if cu_seqlens is None:
-        return None
-    lengths = check_lengths(cu_seqlens, q, starts, "q", read=read)
-    if max_seqlen is not None and max_seqlen < (longest := max(lengths or (1,))):
-        raise ValueError(f"{most} must be at least the longest sequence, {longest}, got {max_seqlen}")
-    return lengths
-
-
 def starts_of_lengths(lengths: Sequence[int]) -> torch.Tensor:
     """``cu_seqlens`` of packed sequences, int32 [sequences + 1] on the CPU."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -394,3 +406,22 @@ def check_lengths(
     if starts[-1] != x.shape[0]:
         raise ValueError(f"{name} must end at the {x.shape[0]} tokens of {of}, got {starts[-1]}")
     return lengths
+
+
+def assert_numbers(call: Call, *, max_seqlen: int | None = None) -> None:
+    """Assert that starts on q's device are starts, and that there is a list for each tile; `max_seqlen` as in `nsa`.
+
+    Starts on the CPU are left to the operators, which read them.
+    """
+    (q, k), cu_seqlens, cu_seqlens_k = call[:2], call.cu_seqlens, call.cu_seqlens_k
+    block_indices, q_tile = call.block_indices, call.config.q_tile
+    for name, starts, x in (("cu_seqlens", cu_seqlens, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+        if starts is not None and starts.device == q.device:
+            lengths = starts.diff()
+            right = (starts[0] == 0) & (starts[-1] == x.shape[0]) & (lengths >= 0).all()
+            torch._assert_async(right, f"{name} must start at 0, not fall, and end at the tokens that are packed")
+            if max_seqlen is not None:
+                torch._assert_async((lengths <= max_seqlen).all(), "max_seqlen must be at least the longest sequence")
+    if block_indices is not None and cu_seqlens is not None:
+        tiles = ((cu_seqlens.diff() + q_tile - 1) // q_tile).sum().to(q.device, non_blocking=True)
+        torch._assert_async(tiles <= block_indices.shape[0], "block_indices must have a list for each tile")

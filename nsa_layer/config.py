@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
+import torch
+
 RULES = ("nsa", "index", "seed")
 BRANCHES = ("compressed", "selected", "window")
 LARGEST = 2**31 - 1  # positions are int32
@@ -153,9 +155,14 @@ class NSAConfig:
 
     def compressed_length(self, T: int) -> int:
         """Compressed keys of T tokens: complete blocks only."""
-        return max(0, (T - self.span) // self.stride + 1)
+        count = (T - self.span) // self.stride + 1
+        return max(0, count) if isinstance(count, int) else torch.sym_max(0, count)
 
-    def compressed_capacity(self, T: int) -> int:
+    def compressed_capacity(self, total: int) -> int:
+        """Compressed keys, at most, of packed sequences with this number of tokens in all."""
+        return total // self.stride
+
+    def most_completed(self, T: int) -> int:
         """Compressed keys that T tokens complete at most, wherever among others they are."""
         return -(-T // self.stride)
 
@@ -163,9 +170,9 @@ class NSAConfig:
         """Selection blocks of T tokens, a short last one included."""
         return -(-T // self.block_size)
 
-    def num_tiles(self, T: int) -> int:
-        """Query tiles of T tokens."""
-        return -(-T // self.q_tile)
+    def num_tiles(self, T: int, sequences: int = 1) -> int:
+        """Query tiles of T tokens; at most, of so many packed sequences with T tokens in all."""
+        return -(-T // self.q_tile) + (sequences - 1) * (self.q_tile > 1)
 
     def list_width(self, T: int) -> int:
         """Width of a tile's list: ``block_counts``, at most all blocks."""

@@ -18,7 +18,7 @@ from nsa_layer.checks import (
     PACKED,
     check_starts,
     check_tensor,
-    leaves_starts_on_gpu,
+    lengths_known,
     require_config,
     require_published,
 )
@@ -285,7 +285,7 @@ class NSAttention(Branches):
     ) -> dict[str, torch.Tensor]:
         """Compressed keys and values of the tokens k and v, this rank's."""
         if self.cp is None:
-            read = not leaves_starts_on_gpu(self.backend, cu_seqlens, q)
+            read = lengths_known(self.backend, q, cu_seqlens)
             return compress_sequences(self.compressors(), k, v, cu_seqlens, read=read)
         lengths = None if cu_seqlens is None else whole_lengths(cu_seqlens, k, self.cp)
         shard = partial(compress_shard, lengths=lengths, cp=self.cp, config=self.config)

@@ -51,15 +51,14 @@ def saved_shapes(call: Call, *, kept: Sequence[bool], exact: bool = False) -> Sa
 
 def _counts(call: Call, *, exact: bool) -> tuple[int, int, int]:
     """Tiles, compressed blocks and chosen blocks of a tile, as for `saved_shapes`."""
-    spec, config, cu_seqlens, (tokens, keys) = call.spec, call.config, call.cu_seqlens, (x.shape[-3] for x in call[:2])
+    spec, config, (tokens, keys) = call.spec, call.config, (x.shape[-3] for x in call[:2])
     if exact and spec.lengths is not None:
         tiles, blocks = sum(map(config.num_tiles, spec.lengths)), sum(map(config.compressed_length, spec.key_lengths))
         return tiles, blocks, config.list_width(max(spec.key_lengths))
-    n, tiles = config.list_width(keys) if exact else config.list_capacity(keys), config.num_tiles(tokens)
-    if cu_seqlens is not None:
-        return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, keys // config.stride, n
-    blocks = (keys - config.span) // config.stride + 1
-    return tiles, max(0, blocks) if isinstance(blocks, int) else torch.sym_max(0, blocks), n
+    n = config.list_width(keys) if exact else config.list_capacity(keys)
+    if call.cu_seqlens is None:
+        return config.num_tiles(tokens), config.compressed_length(keys), n
+    return config.num_tiles(tokens, call.cu_seqlens.shape[0] - 1), config.compressed_capacity(keys), n
 
 
 def exact_saved(saved: Sequence[Tensor | None], call: Call, *, kept: Sequence[bool]) -> Saved:

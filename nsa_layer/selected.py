@@ -8,17 +8,17 @@ from functools import partial
 import torch
 
 from nsa_layer import autocast, operators, support
-from nsa_layer.asserted import assert_numbers
 from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import (
+    assert_numbers,
     check_lengths,
-    check_lists,
+    check_lists_of,
     check_positions,
     check_qkv,
     check_scale,
     check_starts,
     check_tensor,
-    leaves_starts_on_gpu,
+    lengths_known,
     lists_in_int32,
 )
 from nsa_layer.config import WIDEST_TILE, ListConfig, require_bools, require_int
@@ -114,12 +114,11 @@ def selected_attention(
     if packed:
         check_starts(cu_seqlens)
         q_tile = _tile_of_any(block_indices, q.shape[0], cu_seqlens.shape[0] - 1)
-        leave = not validate and q_tile is not None
-        leave = leave and (not apart or getattr(cu_seqlens_k, "device", None) == q.device)
-        leave = leave and leaves_starts_on_gpu(backend, cu_seqlens, q)
-        bound = q.shape[0] if leave else None
-        of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=not leave)
-        of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k", read=not leave) if apart else of_q
+        read = validate or q_tile is None or torch.compiler.is_compiling()
+        read = read or lengths_known(backend, q, cu_seqlens, *[cu_seqlens_k] * apart)
+        bound = None if read else q.shape[0]
+        of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=read)
+        of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k", read=read) if apart else of_q
         if apart and cu_seqlens_k.shape != cu_seqlens.shape:
             sequences, of_keys = cu_seqlens.shape[0] - 1, cu_seqlens_k.shape[0] - 1
             raise ValueError(f"cu_seqlens_k must have cu_seqlens's {sequences} sequences, got {of_keys}")
@@ -129,7 +128,7 @@ def selected_attention(
     config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
     static = dict(lengths=of_q, lengths_k=of_k, listed=True, bound=bound, alone=True)
     call = call._replace(spec=CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), **static))
-    check_lists(block_indices, q, k.shape[-2], call.num_lists if known else None, packed=packed)
+    check_lists_of(call)
     sequences = cu_seqlens.shape[0] - 1 if packed else q.shape[0]
     if q_offset is None or isinstance(q_offset, Tensor):
         check_tensor("q_offset", q_offset, q, dict(sequences=sequences), layout)

@@ -50,7 +50,8 @@ class GatherLoop:
         if starts is not None:
             whole = q.new_empty(q.shape[0] * self.cp.size, 0)
             lengths = check_lengths(starts, whole, "cu_seqlens", "the ranks", read=read)
-        self.spec = spec = static_spec(static, listed=call.block_indices is not None, lengths=(lengths, None))
+        spec = static_spec(static, listed=call.block_indices is not None)
+        self.spec = spec = replace(spec, lengths=lengths)
         self.call = call._replace(spec=spec)
         cp, config, self.packed = self.cp, spec.config, q.dim() == 3
         self.tokens = ShardLayout.of_tokens(cp, q.shape[-3])

@@ -180,7 +180,7 @@ class _Chunk:
         sources = tuple(None if cache is None else x for x, cache in zip(self._tensors(*CACHES[:2]), lacking))
         projected = call.compress_k_weight is not None or call.compress_v_weight is not None
         if not projected and all(x is None or rows_aligned(x) for x in (*sources, *lacking)):
-            sizes = dict(block_size=span, stride=stride, most=call.config.compressed_capacity(call.longest))
+            sizes = dict(block_size=span, stride=stride, most=call.config.most_completed(call.longest))
             complete_blocks(sources, lacking, self.tables, self.slots, **sizes)
             sources = None, None
         if all(x is None for x in (*sources, *new)):

@@ -34,6 +34,6 @@ def select_blocks(call: Call, varlen: Varlen, k_cmp: Tensor, lse: Tensor | None)
             options |= dict(q_offset=call.q_offset, **of_keys)
         return token_topk(call.q, k_cmp, lse, **options), None
     if not spec.lengths_known:
-        options["tiles"] = config.num_tiles(call.q.shape[0]) + len(varlen.cu_tiles) - 2
+        options["tiles"] = config.num_tiles(call.q.shape[0], len(varlen.cu_tiles) - 1)
     indices, counts = block_topk(call.q, k_cmp, **options)
     return indices.transpose(-3, -2), None if reads_unions(config, listed=False) else counts

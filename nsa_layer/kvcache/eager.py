@@ -82,7 +82,7 @@ def _pages(call: Call, caches: dict[str, Tensor]) -> dict[str, list[list[int]]]:
 
 def _new(call: Call, lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     """Each sequence's queries, new keys and values, gates and lists, without a dimension of the batch."""
-    rows = {"block_indices": call.config.num_tiles, **dict.fromkeys(COMPRESSED_CACHES, call.config.compressed_capacity)}
+    rows = {"block_indices": call.config.num_tiles, **dict.fromkeys(COMPRESSED_CACHES, call.config.most_completed)}
     new: list[dict[str, Tensor]] = [{} for _ in lengths]
     for name in ("q", "gates", "block_indices", *TOKEN_CACHES, *COMPRESSED_CACHES):
         if (x := getattr(call, name)) is not None:

@@ -193,7 +193,7 @@ class NSACache(LastingTensors):
         for b, (length, count) in enumerate(zip(self._lengths, counts)):
             first, end = self._compressed((length, length + count))
             rows += range(row, row + end - first)
-            row += self.config.compressed_capacity(count)
+            row += self.config.most_completed(count)
             blocks += [(b, length, starts[b], block * stride) for block in range(first, end)]
         new = tuple(x.flatten(0, -3) for x in new)
         kept = tuple(self.sources.get(name, self.caches[f"{name}_cache"]) for name in "kv")

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from nsa_layer import autocast, derivatives
-from nsa_layer.cached_call import with_lengths
+from nsa_layer.cached_call import with_query_lengths
 from nsa_layer.call import CACHES, TENSORS, Call, KVCache, accumulation_dtype, lse_shape
 from nsa_layer.operators import CONFIG, static_arguments
 from nsa_layer.operators.layer import NAMES, static_spec
@@ -70,7 +70,7 @@ def _compute(
 ) -> tuple[Tensor, ...]:
     call = Call(*tensors[:STEP], cache=KVCache(*tensors[STEP:], num_splits))
     spec = static_spec(map(static.__getitem__, NAMES), listed=call.block_indices is not None)
-    call = with_lengths(call._replace(spec=spec), bound, backend=spec.backend, validate=validate)
+    call = with_query_lengths(call._replace(spec=spec), bound, backend=spec.backend, validate=validate)
     o, lses = _on_backend(call, validate=validate)
     return o, *(lse.contiguous() for lse in lses)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,14 +12,13 @@ from torch.nn.functional import pad
 
 from nsa_layer import derivatives, support
 from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, CallSpec, Saved
-from nsa_layer.checks import check_lengths, check_list_count, check_lists, check_positions, starts_of_lengths
+from nsa_layer.checks import check_lists_of, check_positions, lengths_known, starts_of_lengths, with_lengths
 from nsa_layer.config import BRANCHES, ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
 from nsa_layer.saved import exact_saved, saved_shapes, with_capacity
 
 Tensor = torch.Tensor
-Lengths = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 NOTHING = (False, False, False)
 CONFIG = (
     "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
@@ -49,8 +47,8 @@ def attend(
     if spec.lengths is not None:  # no second look at what may be on a GPU
         of_keys = None if call.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
-    elif stay_on_gpu(call.cu_seqlens):
-        call = _with_rows(call, q.shape[0] // spec.config.stride)
+    elif not lengths_known(spec.backend, q, call.cu_seqlens):
+        call = _with_rows(call, spec.config.compressed_capacity(q.shape[0]))
     heads, kept = k.shape[-2], NOTHING
     if spec.backend == "cute" and not call.alone:
         if dispatcher_sees(q):
@@ -140,38 +138,24 @@ def reads_output(static: Sequence[Any]) -> bool:
     return spec.alone and spec.backend == "cute"
 
 
-def static_spec(static: Iterable[Any], *, listed: bool = False, lengths: Lengths = (None, None)) -> CallSpec:
-    """The inverse of `static_arguments`, of their values, which others may follow; lengths are of queries and of
-    keys."""
-    return _call_spec(tuple(static)[: len(NAMES)], lengths, listed)
+def static_spec(static: Iterable[Any], *, listed: bool = False) -> CallSpec:
+    """The inverse of `static_arguments`, of their values, which others may follow."""
+    return _call_spec(tuple(static)[: len(NAMES)], listed)
 
 
 @lru_cache(maxsize=256)
-def _call_spec(static: tuple[Any, ...], lengths: Lengths, listed: bool) -> CallSpec:
+def _call_spec(static: tuple[Any, ...], listed: bool) -> CallSpec:
     of_config, of_spec = dict(zip(NAMES[:OF_CONFIG], static)), dict(zip(NAMES[OF_CONFIG:], static[OF_CONFIG:]))
     of_config["branches"] = tuple(of_config["branches"].split())
     config = (ListConfig if of_spec["alone"] else NSAConfig)(**of_config)
-    return CallSpec(config, lengths=lengths[0], lengths_k=lengths[1], listed=listed, **of_spec)
+    return CallSpec(config, listed=listed, **of_spec)
 
 
 def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | None) -> Call:
     """The call that an operator computes; starts that the kernels read are left on the GPU."""
     call = Call(*tensors)
-    q, cu_seqlens, cu_seqlens_k = call.q, call.cu_seqlens, call.cu_seqlens_k
-    of_call = partial(static_spec, static, listed=call.block_indices is not None)
-    if cu_seqlens is None:
-        return call._replace(spec=of_call())
-    if _leaves_starts(call, static_spec(static).backend):
-        return call._replace(spec=replace(of_call(), bound=min(bound or q.shape[0], q.shape[0])))
-    of_q, of_k = check_lengths(cu_seqlens, q, "cu_seqlens", "q"), None
-    if cu_seqlens_k is not None:
-        of_k = check_lengths(cu_seqlens_k, call.k, "cu_seqlens_k", "k")
-    return call._replace(spec=of_call(lengths=(of_q, of_k)))
-
-
-def _leaves_starts(call: Call, backend: str) -> bool:
-    starts = call.cu_seqlens, call.cu_seqlens_k
-    return backend == "cute" and stay_on_gpu(starts[0]) and (starts[1] is None or stay_on_gpu(starts[1]))
+    call = call._replace(spec=static_spec(static, listed=call.block_indices is not None))
+    return with_lengths(call, bound, read=lengths_known(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))
 
 
 def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
@@ -185,9 +169,8 @@ def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
     *static, heads, budget, kept, bound, needs_grad = args[INPUTS:]
     call = _call(args[:INPUTS], static, bound)
     q, spec = call.q, call.spec
-    if call.block_indices is not None:
-        check_lists_of(call)
-    if call.alone and spec.bound is None:
+    check_lists_of(call)
+    if call.alone and spec.lengths_known:
         pairs = zip(spec.lengths or q.shape[1:2], spec.key_lengths or call.k.shape[1:2])
         check_positions(call.q_offset, tuple(pairs), causal=spec.causal)
     with torch.cuda.device_of(q):
@@ -197,8 +180,7 @@ def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
         if capacity:
             pairs = zip(saved, saved_shapes(call, kept=kept), strict=True)
             o, *saved = (x if x is None else as_output(x) for x in (o, *(with_capacity(*pair) for pair in pairs)))
-    starts = call.cu_seqlens, call.cu_seqlens_k
-    return o, *saved, *(copied(x, q, left=spec.bound is not None) for x in starts)
+    return o, *saved, *_starts(call, spec.lengths_known)
 
 
 _without_capacity = partial(_attend, capacity=False)
@@ -207,11 +189,10 @@ _without_capacity = partial(_attend, capacity=False)
 def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
     call, (*static, _, _, kept, _, _) = Call(*args[:INPUTS]), args[INPUTS:]
     call = call._replace(spec=static_spec(static, listed=call.block_indices is not None))
-    q, left = call.q, _leaves_starts(call, call.spec.backend)
+    q, known = call.q, lengths_known(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k)
     shapes = saved_shapes(call, kept=kept)
     saved = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
-    starts = (copied_fake(x, q, left=left) for x in (call.cu_seqlens, call.cu_seqlens_k))
-    return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *starts
+    return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *_starts(call, known, fake=True)
 
 
 def _attend_backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
@@ -225,14 +206,11 @@ def _attend_backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Ten
     inputs, (block_indices, q_offset, o, *args) = args[:COUNT], args[COUNT:]
     saved, (starts, starts_k, *static, heads, budget, kept, bound, _, needs) = args[:FIELDS], args[FIELDS:]
     of_q, of_k = (x if x.numel() else None for x in (starts, starts_k))
-    spec = static_spec(static, listed=block_indices is not None, lengths=(lengths_of(starts), lengths_of(starts_k)))
-    if stay_on_gpu(starts):
-        spec = replace(spec, bound=min(bound or inputs[0].shape[0], inputs[0].shape[0]))
     with torch.cuda.device_of(do):
-        call = exact_rows(Call(*inputs, of_q, block_indices, q_offset, of_k, spec))
+        call = exact_rows(_call((*inputs, of_q, block_indices, q_offset, of_k), static, bound))
         saved, plan = exact_saved(saved, call, kept=kept), plan_of(call, heads, budget, kept, True)
-        more = dict(d_sums=d_sums) if spec.index_loss and d_sums is not None else {}
-        grads = support.pages(spec.backend).backward(call, saved, do, plan=plan, o=o, **more)
+        more = dict(d_sums=d_sums) if call.spec.index_loss and d_sums is not None else {}
+        grads = support.pages(call.spec.backend).backward(call, saved, do, plan=plan, o=o, **more)
     wanted = (d if need else None for d, need in zip(grads, needs, strict=True))
     return tuple([None if d is None else _promised(d, x) for d, x in zip(wanted, inputs, strict=True)])
 
@@ -248,39 +226,15 @@ def exact_rows(call: Call) -> Call:
     return call.map(lambda x: x[:blocks], ("k_cmp", "v_cmp"))
 
 
-def check_lists_of(call: Call) -> None:
-    """`check_lists`, as far as the host knows lengths."""
-    if call.spec.bound is not None:
-        check_list_count(call.block_indices, call.q, call.cu_seqlens, call.config.q_tile)
-    else:
-        check_lists(call.block_indices, call.q, call.k.shape[-2], call.num_lists, packed=call.spec.lengths is not None)
-
-
-def lengths_of(starts: Tensor) -> tuple[int, ...] | None:
-    """Lengths of the sequences that start there; None where there are no starts, or they are left on a GPU."""
-    if not starts.numel() or stay_on_gpu(starts):
-        return None
-    numbers = starts.tolist()
-    return tuple(end - start for start, end in zip(numbers, numbers[1:])) or None
-
-
-def stay_on_gpu(starts: Tensor | None) -> bool:
-    """True for starts that were left on the GPU, where the kernels alone read them."""
-    return starts is not None and starts.numel() > 0 and starts.device.type == "cuda"
-
-
-def copied(starts: Tensor | None, q: Tensor, *, left: bool) -> Tensor:
-    """A copy of starts, since a caller may refill its own, on the CPU unless they are left on the GPU; empty where
-    there are none, on q's device, since a graph with anything on the CPU is no CUDA graph."""
-    if starts is None:
-        return q.new_empty(0, dtype=torch.int32)
-    return starts.clone() if left else starts.to("cpu", copy=True)
-
-
-def copied_fake(starts: Tensor | None, q: Tensor, *, left: bool) -> Tensor:
-    if starts is None:
-        return q.new_empty(0, dtype=torch.int32)
-    return starts.new_empty(starts.shape, device=starts.device if left else "cpu")
+def _starts(call: Call, known: bool, *, fake: bool = False) -> Iterator[Tensor]:
+    """Copies of starts of queries and of keys, since a caller may refill its own, on the CPU if the host reads them;
+    empty where there are none, on q's device, since a graph with anything on the CPU is no CUDA graph."""
+    for x in (call.cu_seqlens, call.cu_seqlens_k):
+        if x is None:
+            yield call.q.new_empty(0, dtype=torch.int32)
+        else:
+            device = "cpu" if known else x.device
+            yield x.new_empty(x.shape, device=device) if fake else x.to(device, copy=True)
 
 
 def as_output(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from layer_calls import starts_of
 
 from fuzz.wrong_calls.layer import HKV, HQ, D, batch, packed
 from nsa_layer import ContextParallel, NSAConfig, NSAttention, nsa, selected_attention
-from nsa_layer.asserted import assert_numbers
 from nsa_layer.call import Call, CallSpec
+from nsa_layer.checks import assert_numbers
 
 Tensor = torch.Tensor
 

@@ -205,7 +205,7 @@ def test_lengths_that_are_on_the_gpu_alone(
     emulation: None, monkeypatch: pytest.MonkeyPatch, name: str, paged: bool
 ) -> None:
     """Nothing but what stands for kernels reads starts of queries."""
-    monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(checks, "is_on_gpu", lambda starts: True)
     caches = Caches(make_inputs(VARIANTS[name]), paged, unread=True)
     (caches if paged else in_rows(caches)).finish(CUTS["ragged"], "cute")
 
@@ -215,7 +215,7 @@ def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
 ) -> None:
     from nsa_layer.cute import kvcache
 
-    monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(checks, "is_on_gpu", lambda starts: True)
     given = cached_arguments(S=512)
     given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=starts_of((20, 20)))
     anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * sum(given[f"{name}_cache"][0].nbytes for name in "kv")

@@ -17,7 +17,7 @@ from stub_kernels import LAUNCHED, stubbed_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
+from nsa_layer import NSAConfig, NSAttention, checks, nsa, selected_attention
 from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import check_inputs
 from nsa_layer.cute import host_constants
@@ -217,12 +217,7 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
 @pytest.fixture
 def left_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts count as those on a GPU, whose values the host has not read."""
-    from nsa_layer import checks, selected
-    from nsa_layer.operators import layer
-
-    for module in (checks, selected):
-        monkeypatch.setattr(module, "leaves_starts_on_gpu", lambda *_: True)
-    monkeypatch.setattr(layer, "stay_on_gpu", lambda starts: starts is not None)
+    monkeypatch.setattr(checks, "is_on_gpu", lambda starts: True)
 
 
 def halves(*heads: int) -> list[Tensor]:
@@ -234,10 +229,7 @@ def test_kernels_are_launched_without_a_look_at_starts(
     way: str, left_on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU a look would wait for it; here it is an error."""
-    from nsa_layer import checks, selected
-
-    for module in (checks, selected):
-        monkeypatch.setattr(module, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
+    monkeypatch.setattr(checks, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
     for name in ("tolist", "item", "nonzero", "__bool__"):
         monkeypatch.setattr(Tensor, name, None)
     starts, config, of_tiles = starts_of(LENGTHS), NSAConfig(), NSAConfig(q_tile=32)
