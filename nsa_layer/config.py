@@ -252,6 +252,12 @@ def require_int(name: str, value: object, *, least: int) -> None:
         raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
 
 
+def require_sizes(**sizes: object) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless each is an int of at least 1."""
+    for name, size in sizes.items():
+        require_int(name, size, least=1)
+
+
 def require_one_of(name: str, value: object, known: Iterable[object]) -> None:
     """Raise ValueError, naming the argument, unless it is a known value."""
     if value not in list(known):

@@ -22,7 +22,7 @@ from nsa_layer.checks import (
     require_config,
     require_published,
 )
-from nsa_layer.config import NSAConfig, require_bools, require_int, require_one_of
+from nsa_layer.config import NSAConfig, require_bools, require_one_of, require_sizes
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
 from nsa_layer.context_parallel.halo import compress_shard
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -116,9 +116,7 @@ class NSAttention(Branches):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: a size is below 1, num_kv_heads does not divide num_heads, num_heads does not divide dim where
-            ``head_dim`` is None, or ``compression`` or ``gate`` is none of these.
+        TypeError, ValueError: an argument is bad; the message names it.
     """
 
     def __init__(
@@ -142,7 +140,14 @@ class NSAttention(Branches):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(dim, num_heads, num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
+        require_sizes(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+        if head_dim is None and dim % num_heads:
+            raise ValueError(f"num_heads must divide dim where head_dim is None, got num_heads={num_heads}, dim={dim}")
+        D = dim // num_heads if head_dim is None else head_dim
+        Dv = D if head_dim_v is None else head_dim_v
+        require_sizes(head_dim=D, head_dim_v=Dv)
         require_config(config)
         require_published(config, "NSAttention")
         require_one_of("compression", compression, COMPRESSIONS)
@@ -154,9 +159,7 @@ class NSAttention(Branches):
             raise TypeError(f"backend must be a string or None, got {backend!r}")
         if not isinstance(memory, MemoryPolicy):
             raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-        self.dim, self.num_kv_heads = dim, num_kv_heads
-        self.head_dim = D = dim // num_heads if head_dim is None else head_dim
-        self.head_dim_v = Dv = D if head_dim_v is None else head_dim_v
+        self.dim, self.num_kv_heads, self.head_dim, self.head_dim_v = dim, num_kv_heads, D, Dv
         self.rope, self.backend, self.memory = rope, backend, memory
         self.compression, self.kv_per_branch, self.gate = compression, kv_per_branch, gate
         options = {"bias": bias, "device": device, "dtype": dtype}
@@ -181,9 +184,7 @@ class NSAttention(Branches):
         Gradients of parameters are this rank's part: they add up over the ranks.
 
         Args:
-            cp: a process group, a DeviceMesh of one dimension, such as ``mesh["cp"]``, or a `ContextParallel`, which
-                has a mode and a balance of its own; None: no longer.
-            mode, load_balance: as in `ContextParallel`, whose errors this raises.
+            cp: a group of `ContextParallel`, with this mode and load_balance, or one of its own; None: no longer.
         """
         known = cp is None or isinstance(cp, ContextParallel)
         self.cp = cp if known else ContextParallel(cp, mode=mode, load_balance=load_balance)
@@ -249,36 +250,33 @@ class NSAttention(Branches):
             self._check_cache(cache, x, cu_seqlens, causal, return_aux)
         if positions is not None:
             positions = positions.to(x.device, torch.int64)
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
-        branches = {}  # keys and values by branch, k_cmp and v_cmp not yet compressed
+        q, parts = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), dict(k=self.k_proj, v=self.v_proj)
         if self.branch_proj is not None:
-            branches = {name: f(x).unflatten(-1, (self.num_kv_heads, -1)) for name, f in self.branch_proj.items()}
+            parts |= self.branch_proj.items()
+        kv = {name: part(x).unflatten(-1, (self.num_kv_heads, -1)) for name, part in parts.items()}
         if self.rope is not None:
             if positions is None:
                 positions = _count_positions(x, cu_seqlens, None if cache is None else cache.cache_seqlens, self.cp)
-            names = [name for name in branches if name[0] == "k"]
-            q, keys = self.rope(q, torch.cat([k, *map(branches.get, names)], dim=-2) if branches else k, positions)
-            k, *others = keys.split(self.num_kv_heads, dim=-2) if branches else (keys,)
-            branches |= zip(names, others)
-        gates = self.gates_of(x)
-        inside = not branches and not self.networks  # `nsa` compresses
+            names = [name for name in kv if name[0] == "k"]
+            keys = torch.cat([kv[name] for name in names], dim=-2) if len(names) > 1 else kv["k"]
+            q, keys = self.rope(q, keys, positions)
+            kv |= zip(names, keys.split(self.num_kv_heads, dim=-2))
+        gates, inside = self.gates_of(x), len(kv) == 2 and not self.networks  # `nsa` compresses
         if cache is not None:
-            if branches:
-                branches["sources"] = branches.pop("k_cmp"), branches.pop("v_cmp")
-            compress = partial(compress_blocks, self.compressors())
-            branches |= self.compress_weights() if inside else dict(compress=compress)
+            if self.branch_proj is not None:
+                kv["sources"] = kv.pop("k_cmp"), kv.pop("v_cmp")
+            kv |= self.compress_weights() if inside else dict(compress=partial(compress_blocks, self.compressors()))
             packing = dict(cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, backend=self.backend)
-            return self.o_proj(cache.attend(q, k, v, **gates, **branches, **packing).flatten(-2))
-        sources = branches.get("k_cmp", k), branches.get("v_cmp", v)
-        branches |= self.compress_weights() if inside else self._compressed(q, *sources, cu_seqlens)
+            return self.o_proj(cache.attend(q, **gates, **kv, **packing).flatten(-2))
+        sources = kv.get("k_cmp", kv["k"]), kv.get("v_cmp", kv["v"])
+        kv |= self.compress_weights() if inside else self._compressed(q, *sources, cu_seqlens)
         static = dict(config=self.config, causal=causal, backend=self.backend, memory=self.memory, cp=self.cp)
         packing = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_aux=return_aux)
-        attended = nsa(q, k, v, **gates, **branches, **static, **packing)
-        o, *aux = attended if return_aux else (attended,)
-        out = self.o_proj(o.flatten(-2))
-        return (out, *aux) if return_aux else out
+        attended = nsa(q, **gates, **kv, **static, **packing)
+        if not return_aux:
+            return self.o_proj(attended.flatten(-2))
+        o, aux = attended
+        return self.o_proj(o.flatten(-2)), aux
 
     def _compressed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
@@ -344,16 +342,6 @@ class NSAttention(Branches):
         names = ("dim", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "config")
         names += ("compression", "kv_per_branch", "gate", "backend")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)
-
-
-def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, **head_dims: int | None) -> None:
-    sizes = dict(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    for name, size in (sizes | {name: size for name, size in head_dims.items() if size is not None}).items():
-        require_int(name, size, least=1)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
-    if head_dims["head_dim"] is None and dim % num_heads:
-        raise ValueError(f"num_heads must divide dim where head_dim is None, got num_heads={num_heads}, dim={dim}")
 
 
 def _count_positions(

@@ -146,20 +146,16 @@ def make_call(call: Signature) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from nsa_layer.cute import kvcache, pages
+
     with FakeTensorMode(), OnMeta(), torch.no_grad():
         tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
-        if call.plan is not None:
-            return _make(Call.of(tensors)._replace(spec=call.spec), call)
-        from nsa_layer.cute.kvcache import step
-
-        step(Call.of(tensors)._replace(spec=call.spec), memory=MemoryPolicy(budget=sys.maxsize))
-
-
-def _make(call: Call, signature: Signature) -> None:
-    from nsa_layer.cute.pages import backward, forward
-
-    groups = {end - first: (first, end) for first, end in signature.plan.groups}
-    how = dict(plan=replace(signature.plan, groups=tuple(groups.values())), together=False)
-    o, saved = forward(call, backward=signature.backward, **how)
-    if signature.backward:
-        backward(call, saved, torch.empty_like(o), o=o, **how)
+        made = Call.of(tensors)._replace(spec=call.spec)
+        if call.plan is None:
+            kvcache.step(made, memory=MemoryPolicy(budget=sys.maxsize))
+            return
+        groups = {end - first: (first, end) for first, end in call.plan.groups}
+        how = dict(plan=replace(call.plan, groups=tuple(groups.values())), together=False)
+        o, saved = pages.forward(made, backward=call.backward, **how)
+        if call.backward:
+            pages.backward(made, saved, torch.empty_like(o), o=o, **how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nsa_layer import NSAConfig
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM
@@ -37,6 +37,14 @@ def plain(**changes: object) -> LlamaForCausalLM:
     """A dense model in fp64 with the attention alone."""
     sizes = SIZES | dict(attn_implementation="nsa", nsa=dict(block_size=8)) | changes
     return LlamaForCausalLM(LlamaConfig(**sizes)).double().eval()
+
+
+@torch.no_grad()
+def selected_alone(model: PreTrainedModel) -> None:
+    """Give gates by input that start with the selected branch a weight of 1 for it, and of 0 for the others."""
+    for layer in model.model.layers:
+        *_, last = layer.self_attn.nsa.gate_mlp.modules()
+        last.bias.mul_(1e3)
 
 
 def tokens(*shape: int) -> torch.Tensor:

@@ -13,7 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_cases import CLOSE, CONFIG, SIZES, WIDE, counted, padded, plain, positions, same_numbers, sparse, tokens  # noqa: F401
+from hf_cases import (  # noqa: F401  # noqa: F401
+    CLOSE,
+    CONFIG,
+    SIZES,
+    WIDE,
+    counted,
+    padded,
+    plain,
+    positions,
+    same_numbers,
+    selected_alone,
+    sparse,
+    tokens,
+)
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -52,16 +65,15 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_converted_model_whose_lists_hold_all_blocks_says_what_the_dense_one_does(family: str) -> None:
+@pytest.mark.parametrize("family, gate", [("llama", "input"), ("qwen2", "linear"), ("qwen3", "input")])
+def test_a_converted_model_whose_lists_hold_all_blocks_says_what_the_dense_one_does(family: str, gate: str) -> None:
     config, kind = FAMILIES[family]
     dense = kind(config(**SIZES)).double().eval()
-    model = convert_to_nsa(dense, WIDE)
+    model = convert_to_nsa(dense, WIDE, gate=gate)
     ids = tokens(2, 90)
     with torch.no_grad():
         near, expected = model(ids).logits, dense(ids).logits
-        for layer in model.model.layers:
-            layer.self_attn.nsa.gate_mlp[-1].bias.mul_(1e3)  # selected alone, exactly
+        selected_alone(model)
         exact = model(ids).logits
     torch.testing.assert_close(exact, expected, **CLOSE)
     assert 0 < (near - expected).norm() < 0.2 * expected.norm()
@@ -105,16 +117,6 @@ def test_packed_sequences_are_what_each_is_alone(compression: str) -> None:
     for options in (dict(cu_seq_lens_q=starts), {}, dict(use_cache=False)):
         packed = model(ids, position_ids=places, **options).logits
         torch.testing.assert_close(packed, alone, **CLOSE)
-
-
-@pytest.mark.parametrize("use_cache", [False, True])
-def test_padding_changes_nothing(use_cache: bool) -> None:
-    model, ids = sparse(), tokens(2, 70)
-    for left, right in (((0, 30), (0, 0)), ((0, 0), (30, 0)), ((5, 0), (0, 9))):
-        batch = padded(ids, left, right)
-        logits = model(**batch, position_ids=positions(batch["attention_mask"]), use_cache=use_cache).logits
-        for row, real, of in zip(logits, batch["attention_mask"].bool(), ids):
-            torch.testing.assert_close(row[real], model(of[real][None]).logits[0], **CLOSE)
 
 
 WAYS = {
@@ -275,26 +277,18 @@ def test_a_static_cache_goes_on_back_and_anew(compression: str) -> None:
     assert model.generate(**batch, max_new_tokens=5, num_beams=3, cache_implementation="static").equal(beams)
 
 
-@pytest.mark.parametrize("gate, compression", [("input", "mean"), ("query", "linear"), ("input", "mlp")])
-def test_saved_models_are_loaded_as_they_were(gate: str, compression: str, tmp_path) -> None:
-    model, ids = sparse(nsa_gate=gate, nsa_compression=compression), tokens(1, 50)
+@pytest.mark.parametrize("gate, compression", [("input", "mean"), ("query", "linear"), ("input", "mlp"), (None, None)])
+def test_saved_models_are_loaded_as_they_were(gate: str | None, compression: str | None, tmp_path) -> None:
+    if gate is None:
+        model = convert_to_nsa(Qwen3ForCausalLM(Qwen3Config(**SIZES)), CONFIG).eval()
+    else:
+        model = sparse(nsa_gate=gate, nsa_compression=compression)
+    ids = tokens(1, 50)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is NSALlamaForCausalLM and loaded.config.nsa == model.config.nsa
+    assert type(loaded) is type(model) and loaded.config.nsa == model.config.nsa
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-    assert type(AutoModel.from_pretrained(tmp_path)) is NSALlamaModel
-
-
-def test_converted_models_are_saved_and_dense_checkpoints_loaded(tmp_path) -> None:
-    dense = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    model, ids = convert_to_nsa(dense, CONFIG), tokens(1, 50)
-    model.save_pretrained(tmp_path / "sparse")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
-    assert type(loaded) is type(model) and torch.equal(loaded(ids).logits, model.eval()(ids).logits)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "dense")
-    config = NSALlamaConfig(**SIZES, nsa_compression="linear")
-    parts = NSALlamaForCausalLM.from_pretrained(tmp_path / "dense", config=config).model.layers[0].self_attn.nsa
-    assert not parts.gate_mlp[-1].weight.any() and (parts.compress_k_weight == torch.eye(8)).all()
+    assert type(AutoModel.from_pretrained(tmp_path)) is type(model.model)
 
 
 def gradients(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -363,42 +357,33 @@ def test_a_model_in_bf16_generates_with_a_cache() -> None:
 
 
 def test_what_it_does_not_do_is_an_error() -> None:
-    model, ids = sparse(), tokens(1, 20)
-    dense = LlamaForCausalLM(LlamaConfig(**SIZES))
-    with pytest.raises(NotImplementedError, match="MistralForCausalLM"):
-        convert_to_nsa(MistralForCausalLM(MistralConfig(**SIZES)))
-    with pytest.raises(ValueError, match="nsa_gate must be one of 'query', 'input', 'linear', got 'none'"):
-        convert_to_nsa(dense, gate="none")
-    with pytest.raises(TypeError, match="config must be an NSAConfig, got dict"):
-        convert_to_nsa(dense, dict(block_size=16))
-    with pytest.raises(TypeError, match="nsa must be an NSAConfig, its fields or None, got int"):
-        NSALlamaConfig(**SIZES, nsa=16)
-    with pytest.raises(NotImplementedError, match="fixed length"):
-        model(ids, **{CACHE: StaticCache(config=model.config, max_cache_len=40)})
-    with pytest.raises(NotImplementedError, match="use DynamicCache"):
-        dense(ids, **{CACHE: NSAModelCache(dense.config)})
-    with pytest.raises(NotImplementedError, match="network"):
-        sparse(nsa_compression="mlp").generate(ids, **{CACHE: DynamicCache()}, max_new_tokens=4)
-    with pytest.raises(NotImplementedError, match="shape"):
-        model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))
-    with pytest.raises(ValueError, match="attn_implementation must be one of None, 'nsa', got 'eager'"):
-        NSALlamaModel(NSALlamaConfig(**SIZES, attn_implementation="eager"))
-    sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    with pytest.raises(NotImplementedError, match="layers of sliding_attention"):
-        convert_to_nsa(Qwen2ForCausalLM(sliding))(ids)
-    with pytest.raises(NotImplementedError, match="dropout"):
-        sparse(attention_dropout=0.1).train()(ids)
-    cache = NSAModelCache(model.config)
+    model, ids, starts = sparse(), tokens(1, 20), torch.tensor([0, 20], dtype=torch.int32)
+    dense, cache = LlamaForCausalLM(LlamaConfig(**SIZES)), NSAModelCache(model.config)
     model(ids, **{CACHE: cache})
-    tiles = sparse(nsa=CONFIG.replace(q_tile=8))
-    with pytest.raises(NotImplementedError, match="q_tile=8"):
-        tiles.generate(ids, max_new_tokens=4)
-    with pytest.raises(ValueError, match="tokens_to_remove"):
-        cache.crop(5)
-    with pytest.raises(ValueError, match="cu_seq_lens_q"):
-        model(ids, **{CACHE: cache}, cu_seq_lens_q=torch.tensor([0, 20], dtype=torch.int32))
-    with pytest.raises(ValueError, match="attention_mask must be that of the cached"):
-        model(ids[:, :1], **{CACHE: cache}, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))
+    networks, tiles = sparse(nsa_compression="mlp"), sparse(nsa=CONFIG.replace(q_tile=8))
+    sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    for error, message, call in (
+        (NotImplementedError, "MistralForCausalLM", lambda: convert_to_nsa(MistralForCausalLM(MistralConfig(**SIZES)))),
+        (NotImplementedError, "layers of sliding_attention", lambda: convert_to_nsa(Qwen2ForCausalLM(sliding))),
+        (ValueError, "nsa_gate must be one of 'query', 'input', 'linear'", lambda: convert_to_nsa(dense, gate="none")),
+        (TypeError, "config must be an NSAConfig, got dict", lambda: convert_to_nsa(dense, dict(block_size=16))),
+        (NotImplementedError, "fixed length", lambda: model(ids, **{CACHE: StaticCache(model.config, 40)})),
+        (NotImplementedError, "use DynamicCache", lambda: dense(ids, **{CACHE: NSAModelCache(dense.config)})),
+        (NotImplementedError, "network", lambda: networks.generate(ids, **{CACHE: DynamicCache()}, max_new_tokens=4)),
+        (NotImplementedError, "shape", lambda: model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))),
+        (ValueError, "attn_implementation must be one of None, 'nsa', got 'eager'",
+         lambda: NSALlamaModel(NSALlamaConfig(**SIZES, attn_implementation="eager"))),
+        (NotImplementedError, "dropout", lambda: sparse(attention_dropout=0.1).train()(ids)),
+        (NotImplementedError, "q_tile=8", lambda: tiles.generate(ids, max_new_tokens=4)),
+        (ValueError, "tokens_to_remove", lambda: cache.crop(5)),
+        (ValueError, "cu_seq_lens_q is for", lambda: model(ids, **{CACHE: cache}, cu_seq_lens_q=starts)),
+        (ValueError, "cu_seq_lens_q is for", lambda: model(**padded(tokens(2, 20), (0, 3)), cu_seq_lens_q=2 * starts)),
+        (TypeError, "as an integer", lambda: model(ids, use_cache=False, cu_seq_lens_q=starts, max_length_q=20.5)),
+        (ValueError, "attention_mask must be that of the cached",
+         lambda: model(ids[:, :1], **{CACHE: cache}, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
     assert cache.get_seq_length() == 20 == cache.layers[0].cache.lengths[0]
 
 

@@ -42,13 +42,6 @@ def test_a_trained_prefix_raises_in_backward() -> None:
         logits.sum().backward()
 
 
-def test_without_a_cache_there_are_gradients() -> None:
-    """With ``use_cache``, which is on where nobody says otherwise, too."""
-    model, ids = sparse().train(), tokens(2, 40)
-    model(ids, labels=ids).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_cache_of_inference_mode_goes_on_without(static: bool, copied: bool) -> None:

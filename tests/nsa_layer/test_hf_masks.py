@@ -7,23 +7,13 @@ from functools import partial
 import pytest
 import torch
 from hf_cases import CLOSE, CONFIG, SIZES, WIDE, counted, padded, plain, positions, same_numbers, sparse, tokens  # noqa: F401
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
-from nsa_layer.integrations.hf import NSAModelCache, convert_to_nsa
+from nsa_layer.integrations.hf import NSAModelCache
 from nsa_layer.integrations.hf.models import CACHE
 
 pytestmark = pytest.mark.xdist_group("hf")
-
-
-def dense_and_same() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A dense model, and a sparse one that lists all blocks and counts the selected branch alone."""
-    dense = LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
-    model = convert_to_nsa(dense, WIDE).eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.nsa.gate_mlp[-1].bias.mul_(1e3)
-    return dense, model
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -60,24 +50,6 @@ def test_a_mask_that_shows_later_tokens_is_an_error_with_padding_too() -> None:
     assert create_causal_mask(**given).is_token.equal(mask.bool())
 
 
-@pytest.mark.parametrize("places", [(*range(20), *range(500, 540)), (*range(20), 19, 19, *range(19, 57)), (7,) * 60])
-def test_positions_that_jump_or_repeat_start_no_sequence(places: tuple[int, ...]) -> None:
-    dense, model = dense_and_same()
-    ids, places = tokens(2, 60), torch.tensor([places])
-    expected = dense(ids, position_ids=places, use_cache=True).logits  # without a cache transformers cuts here
-    for use_cache in (True, False):
-        logits = model(ids, position_ids=places, use_cache=use_cache).logits
-        torch.testing.assert_close(logits, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("lengths", [(1, 1, 3), (1,) * 4, (3, 1, 1, 20, 1), (2, 2)])
-def test_packed_sequences_of_a_token_start_where_0_follows_0(lengths: tuple[int, ...]) -> None:
-    model = sparse()
-    ids = tokens(1, sum(lengths))
-    alone = torch.cat([model(part).logits for part in ids.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(model(ids, position_ids=counted(*lengths), use_cache=False).logits, alone, **CLOSE)
-
-
 def test_a_batch_of_padding_alone_fills_a_cache_with_none() -> None:
     model, ids = sparse(), tokens(2, 30)
     mask = (torch.arange(30) >= 12).expand(2, -1).long()
@@ -90,37 +62,23 @@ def test_a_batch_of_padding_alone_fills_a_cache_with_none() -> None:
         torch.testing.assert_close(step, model(ids[:, 12:]).logits[:, 9:], **CLOSE)
 
 
-class Turns:
-    """Rows of a conversation that end a turn early: what each row's tokens are alone, and masked in a batch."""
-
-    def __init__(self) -> None:
-        self.ids, self.mask = tokens(3, 70), torch.ones(3, 70, dtype=torch.long)
-        self.mask[0, :6] = 0  # padding on the left
-        self.mask[1, 22:30] = 0  # ended at 22 tokens of a turn of 30
-        self.mask[2, 29:30] = 0
-        self.mask[0, 36:41] = 0  # ended at 36 of the next turn, to 41
-        self.mask[2, 60:] = 0  # padding on the right
-        self.places = positions(self.mask)
-
-    def call(self, model: PreTrainedModel, cache: object, begin: int, end: int, seen: torch.Tensor) -> torch.Tensor:
-        given = dict(attention_mask=seen, position_ids=self.places[:, begin:end])
-        return model(self.ids[:, begin:end], **given, **{CACHE: cache}).logits
-
-
 @pytest.mark.parametrize("kind, compression", [("growing", "mean"), ("static", "mlp"), ("dynamic", "mean")])
 def test_a_row_that_ended_early_goes_on_behind_its_padding(kind: str, compression: str) -> None:
-    model, turns = sparse(nsa_compression=compression), Turns()
-    mask = turns.mask
-    static = kind == "static"
+    model, ids, mask = sparse(nsa_compression=compression), tokens(3, 70), torch.ones(3, 70, dtype=torch.long)
+    mask[0, :6] = mask[2, 60:] = 0  # padding on the left, on the right
+    mask[1, 22:30] = mask[2, 29:30] = 0  # ended a turn of 30 tokens at 22, at 29
+    mask[0, 36:41] = 0  # ended at 36 of the next turn, to 41
+    static, places = kind == "static", positions(mask)
     cache = DynamicCache() if kind == "dynamic" else NSAModelCache(model.config, 70 if static else 9, static=static)
     for begin, end, told in ((0, 29, 0), (29, 30, 0), (30, 31, 30), (31, 36, 30), (36, 41, 30), (41, 70, 41)):
         seen = torch.ones(3, end, dtype=torch.long)  # of the tokens of a turn, until the next one, all
         seen[:, :told], seen[0, :6] = mask[:, :told], 0
         if end == 70:
             seen = mask
-        step = turns.call(model, cache, begin, end, seen)
+        given = dict(attention_mask=seen, position_ids=places[:, begin:end])
+        step = model(ids[:, begin:end], **given, **{CACHE: cache}).logits
         for row, real in enumerate(mask[:, :end].bool()):
-            alone = model(turns.ids[row : row + 1, :end][:, real], use_cache=False).logits[0]
+            alone = model(ids[row : row + 1, :end][:, real], use_cache=False).logits[0]
             new = real[begin:]
             torch.testing.assert_close(step[row][new], alone[len(alone) - int(new.sum()) :], **CLOSE)
     if kind != "dynamic":

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import hf_cases
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,7 +55,8 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.parametrize("start", ["scratch", "base", "dense folder", "linear folder", "part of a folder"])
 @pytest.mark.parametrize("gate", ["input", "linear", "query"])
 def test_all_parameters_start_as_they_should(start: str, gate: str, poisoned: None, tmp_path: Path) -> None:
-    options = dict(nsa_gate=gate, nsa_compression="mlp", nsa=CONFIG)
+    compression = "linear" if (start, gate) == ("dense folder", "query") else "mlp"
+    options = dict(nsa_gate=gate, nsa_compression=compression, nsa=CONFIG)
     kept = {}
     if start in ("scratch", "base"):
         kind = NSALlamaForCausalLM if start == "scratch" else NSALlamaModel
@@ -78,6 +78,8 @@ def test_all_parameters_start_as_they_should(start: str, gate: str, poisoned: No
             assert x.equal(kept[name]), name
         elif name.endswith((".up", ".down")):
             assert abs(x.std() * x.shape[1] ** 0.5 - 1) < 0.2, name
+        elif ".compress_" in name:
+            assert (x == torch.eye(x.shape[-1])).all(), name
         elif name.endswith(".position"):
             assert abs(x.std() / 0.02 - 1) < 0.2, name
     if start in ("scratch", "base", "dense folder"):
@@ -129,18 +131,16 @@ def test_a_dense_models_configuration_has_options_too(value: object) -> None:
 
 
 def test_an_edit_of_a_models_configuration_is_refused_and_a_backend_taken() -> None:
-    ids = tokens(1, 60)
-    for name, value in dict(nsa=dict(block_counts=8), nsa_gate="query", nsa_compression="linear").items():
-        model = sparse()
-        setattr(model.config, name, value)
-        with pytest.raises(ValueError, match=f"config.{name} must be that of the model when it was made"):
-            model(ids)
-    model.config.nsa_compression = "mean"
+    ids, model = tokens(1, 60), sparse()
     model.config.nsa["window_size"] = 8
-    with pytest.raises(ValueError, match="config.nsa must be that of the model"):
+    with pytest.raises(ValueError, match="config.nsa must be that of the model when it was made"):
         model(ids)
     model.config.nsa = CONFIG
     expected = model(ids).logits
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="config._attn_implementation must be .*, 'nsa', got 'eager'"):
+        model(ids)
+    model.set_attn_implementation("nsa")
     model.config.nsa_backend = "reference"
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
     model.config.nsa_backend = "cute"
@@ -193,24 +193,20 @@ def test_gates_and_compression_are_sharded_alone(gate: str, compression: str, on
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")
-def test_conversion_takes_over_checkpointing_hooks_and_flags() -> None:
+def test_conversion_copies_hooks_and_flags() -> None:
+    """So that those set later belong to one model; the fuzzing looks that they are there."""
     model, ids, calls = dense().train(), tokens(1, 40), []
     model.gradient_checkpointing_enable(dict(use_reentrant=False))
-    model.model.layers[0].register_forward_hook(lambda *_: calls.append("layer"))
     model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: calls.append("attention"))
     model.register_forward_hook(lambda *_: calls.append("model"))
-    model.hf_device_map = {"": "cpu"}
-    model.model.layers[1].mlp.eval()
     made = convert_to_nsa(model, CONFIG)
-    assert made.is_gradient_checkpointing and made.hf_device_map == {"": "cpu"}
-    assert made.model.layers[1].self_attn.nsa.training and not made.model.layers[1].mlp.training
     made(ids, labels=ids).loss.backward()
-    assert calls[:3] == ["layer", "attention", "model"] and calls.count("attention") == 2  # once to recompute
+    assert calls == ["attention", "model", "attention"]  # once to recompute
     made.register_forward_hook(lambda *_: calls.append("sparse"))
     made.gradient_checkpointing_disable()
     calls.clear()
     model(ids)
-    assert model.is_gradient_checkpointing and calls == ["layer", "attention", "model"]
+    assert model.is_gradient_checkpointing and calls == ["attention", "model"]
 
 
 def test_conversion_takes_a_model_that_accelerate_prepared() -> None:
@@ -234,61 +230,26 @@ def test_conversion_leaves_what_belongs_to_the_dense_model(tmp_path: Path) -> No
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")(ids).logits.equal(made(ids).logits)
 
 
-class Doubled(nn.Linear):
-    """A projection with an adapter."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base.in_features, base.out_features)
-        self.base_layer = base
-
-
 def test_conversion_refuses_what_it_cannot_keep() -> None:
-    def changed(part: str, name: str, change: Callable) -> LlamaForCausalLM:
-        model = dense()
-        owner = model.get_submodule(part)
-        setattr(owner, name, change(getattr(owner, name, None)))
-        return model
-
+    """Beside what the fuzzing refuses: parts that libraries replace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         int8 = torch.ao.quantization.quantize_dynamic(dense(), {nn.Linear})
-    compiled = dense()
+    compiled, forward, layer = dense(), dense(), dense()
     compiled.compile()
-    layers = "LlamaForCausalLM.model.layers"
+    forward.forward = torch.compile(forward.forward)
+    layer.model.layers[1] = torch.compile(layer.model.layers[1])
     for model, message in (
-        (changed("", "hf_quantizer", lambda _: object()), "a quantized model"),
         (int8, "adapters or changed layers: 'lm_head._packed_params"),
-        (changed("model.layers.1.self_attn", "q_proj", Doubled), "or changed layers: 'model.layers.1.self_attn.q_proj"),
         (cpu_offload(dense(), execution_device="cpu"), "accelerate offloads or dispatches"),
-        (changed("model.layers.0", "forward", lambda f: lambda *x, **y: f(*x, **y)), f"{layers}.0 is wrapped or comp"),
         (compiled, "LlamaForCausalLM is wrapped or compiled"),
-        (changed("", "forward", torch.compile), "LlamaForCausalLM is wrapped or compiled"),
-        (changed("model.layers", "1", torch.compile), f"{layers}.1 is wrapped or compiled"),
+        (forward, "LlamaForCausalLM is wrapped or compiled"),
+        (layer, "LlamaForCausalLM.model.layers.1 is wrapped or compiled"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             convert_to_nsa(model, CONFIG)
-
-
-def test_a_window_in_a_configuration_is_refused_at_once(tmp_path: Path) -> None:
-    windows = dict(use_sliding_window=True, sliding_window=8)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, **windows, max_window_layers=1))
-    with pytest.raises(NotImplementedError, match="layers of sliding_attention: config.layer_types"):
-        convert_to_nsa(model)
-    full = Qwen2ForCausalLM(Qwen2Config(**SIZES, **windows, max_window_layers=2))
-    assert convert_to_nsa(full, CONFIG)(tokens(1, 40)).logits.isfinite().all()
-
-
-class Int8Linear(nn.Module):
-    """A projection by numbers of 8 bits, which has no weight."""
-
-    def __init__(self, of: nn.Linear) -> None:
-        super().__init__()
-        scale = of.weight.detach().abs().amax() / 127
-        self.register_buffer("numbers", (of.weight / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.numbers.to(x.dtype) * self.scale)
+    windows = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=2)  # in no layer
+    assert convert_to_nsa(Qwen2ForCausalLM(windows), CONFIG)(tokens(1, 40)).logits.isfinite().all()
 
 
 def test_projections_are_not_asked_for_a_weight() -> None:
@@ -296,30 +257,9 @@ def test_projections_are_not_asked_for_a_weight() -> None:
     model = sparse(nsa=CONFIG)
     for part in (layer, model.model.layers[0].self_attn):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(part, name, Int8Linear(getattr(part, name)))
+            setattr(part, name, nn.Sequential(getattr(part, name)))
     assert layer(torch.randn(2, 40, 32)).isfinite().all()
     assert model.generate(tokens(1, 40), max_new_tokens=3).shape == (1, 43)
-
-
-@pytest.mark.parametrize("longest", [50, np.int64(50), torch.tensor(50), None], ids=lambda x: type(x).__name__)
-def test_max_length_q_is_any_integer(longest: object) -> None:
-    model, ids, starts = sparse(), tokens(1, 90), torch.tensor([0, 40, 90], dtype=torch.int32)
-    places = counted(40, 50)
-    packed = model(ids, position_ids=places, cu_seq_lens_q=starts, max_length_q=longest).logits
-    torch.testing.assert_close(packed[:, 40:], model(ids[:, 40:]).logits)
-    with pytest.raises(TypeError):
-        model(ids, position_ids=places, cu_seq_lens_q=starts, max_length_q=50.5)
-
-
-@pytest.mark.parametrize("gate", ["linear", "input"])
-def test_gates_by_input_start_with_the_selected_branch(gate: str) -> None:
-    model, ids = dense().eval(), tokens(1, 60)
-    made = convert_to_nsa(model, CONFIG.replace(block_counts=8), gate=gate)
-    assert (made(ids).logits - model(ids).logits).norm() < 0.2 * model(ids).logits.norm()
-    for layer in made.model.layers:
-        *_, last = layer.self_attn.nsa.gate_mlp.modules()
-        last.bias.data.mul_(1e3)
-    torch.testing.assert_close(made(ids).logits, model(ids).logits)
 
 
 FLA = dict(vocab_size=64, hidden_size=48, num_hidden_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, norm_eps=1e-5)

@@ -49,12 +49,6 @@ def test_an_option_that_is_not_known_warns_once() -> None:
     assert said == [f'attention "nsa" ignores the option of_{name}_version' for name in ("a_later", "another")]
 
 
-def test_cu_seq_lens_q_with_padding_is_an_error() -> None:
-    starts = torch.tensor([0, 20, 40], dtype=torch.int32)
-    with pytest.raises(ValueError, match="cu_seq_lens_q is for sequences without a cache or padding"):
-        sparse()(**padded(tokens(2, 20), (0, 3)), cu_seq_lens_q=starts)
-
-
 def minimax(attention: str) -> PreTrainedModel:
     """Two layers that choose blocks of 16 keys themselves, with lists of each key/value head."""
     from transformers.models import minimax_m3_vl
