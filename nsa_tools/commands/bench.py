@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_tools.commands.options import CommandParser, add_shape_options, backend_of, output_file, shapes
+from nsa_tools.commands.options import CommandParser, add_shape_options, backend_of, count, output_file, shapes
 from nsa_tools.measure import decode_steps
 from nsa_tools.measure.bench_run import Bench, Options
 from nsa_tools.measure.timed_calls import VARIANTS
@@ -40,9 +40,8 @@ def main(argv: list[str]) -> int:
     with parser.checks():
         cases = shapes(args)
         backend = [backend_of(shape, args.backend) for shape in cases][0]
-        for name in ("repeats", "dense_limit_seconds"):
-            if getattr(args, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
+        if args.dense_limit_seconds <= 0:
+            raise ValueError(f"--dense-limit-seconds must be more than 0, got {args.dense_limit_seconds}")
         if args.graph and not cases[0].device.startswith("cuda"):
             raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
     options = Options(
@@ -111,7 +110,7 @@ def _parser() -> CommandParser:
     add_shape_options(parser, seqlen=[8192, 65536, 262144] if torch.cuda.is_available() else [2048])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs instead of launching")
-    parser.add_argument("--repeats", type=int, default=7, help="timings whose median is shown (default: 7)")
+    parser.add_argument("--repeats", type=count, default=7, help="timings whose median is shown (default: 7)")
     parser.add_argument(
         "--dense-limit-seconds",
         type=float,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import torch
 
-from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, backend_of, shapes
+from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, backend_of, count, shapes
 from nsa_tools.report.files import write_json
 from nsa_tools.report.tables import gib, markdown
 from nsa_tools.testing.sampled_check import Report, Samples, check
@@ -17,19 +17,16 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("check", __doc__)
     add_shape_options(parser, seqlen=[65536] if torch.cuda.is_available() else [512])
     add_ungated(parser)
-    parser.add_argument("--rows", type=int, default=128, help="sampled queries of a sequence, all heads (default: 128)")
-    parser.add_argument("--keys", type=int, default=64, help="sampled keys of a sequence (default: 64)")
-    parser.add_argument("--tiles", type=int, default=32, help="tiles whose lists are checked (default: 32)")
+    parser.add_argument("--rows", type=count, default=128, help="sampled queries of a sequence (default: 128)")
+    parser.add_argument("--keys", type=count, default=64, help="sampled keys of a sequence (default: 64)")
+    parser.add_argument("--tiles", type=count, default=32, help="tiles whose lists are checked (default: 32)")
     args = parser.parse_args(argv)
     with parser.checks():
         cases = shapes(args)
         backends = [backend_of(shape, args.backend) for shape in cases]
-        counts = args.rows, args.keys, args.tiles
-        if min(counts) < 1:
-            raise ValueError(f"--rows, --keys and --tiles must be at least 1, got {counts}")
     reports = []
     for shape, backend in zip(cases, backends):
-        reports.append(check(shape, backend, samples=Samples(*counts)))
+        reports.append(check(shape, backend, samples=Samples(args.rows, args.keys, args.tiles)))
         print(as_text(reports[-1]), flush=True)
         if args.json:
             write_json(args.json, [asdict(report) | {"ok": report.ok} for report in reports])

@@ -18,7 +18,7 @@ from nsa_layer.fork import fork_status
 from nsa_layer.support import Request, missing_feature
 from nsa_layer.warm_up.api import compile_calls
 from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel
-from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, shapes
+from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, count, shapes
 from nsa_tools.report.tables import markdown
 from nsa_tools.shape import Shape
 from nsa_tools.testing.covering_calls import all_calls, covering_calls
@@ -76,8 +76,6 @@ def summary(kernels: dict[int, list[Kernel]]) -> str:
 
 def _check(options: argparse.Namespace, parser: CommandParser) -> None:
     """Raise ValueError for options that do not go together."""
-    if options.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
     changed = {name for name, value in vars(options).items() if value != parser.get_default(name)}
     if options.seqlen is not None and options.all:
         raise ValueError("--all is for calls that cover the options, --seqlen for calls of one shape")
@@ -107,7 +105,7 @@ def _parser() -> CommandParser:
     )
     archs = sorted(ENVIRONMENT)
     parser.add_argument("--arch", type=int, nargs="+", choices=archs, default=archs, help="default: both")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
+    parser.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (default: one a core)")
     calls = parser.add_argument_group("kernels of calls of one shape instead; --seqlen asks for them")
     add_shape_options(calls, seqlen=None, runs=False)
     add_ungated(calls)

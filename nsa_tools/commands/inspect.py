@@ -17,7 +17,7 @@ import torch
 from nsa_layer import support
 from nsa_layer.config import NSAConfig
 from nsa_layer.fork import fork_status
-from nsa_tools.commands.options import CommandParser, tokens
+from nsa_tools.commands.options import CommandParser, count
 from nsa_tools.report.results import PACKAGES, version_of
 from nsa_tools.shape import DTYPES
 
@@ -32,8 +32,6 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     args.head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
-    if min(args.heads, args.kv_heads, args.head_dim, args.head_dim_v, args.seqlen) < 1:
-        parser.error("heads, dimensions and sequence length must be at least 1")
     status = fork_status()
     report = {
         "versions": versions(),
@@ -55,11 +53,11 @@ def _parser() -> CommandParser:
         "--require-patched", action="store_true", help="exit 1 where flash_attn.cute is stock, stale or missing"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads (default: 32)")
-    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (default: 8)")
-    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="of q and k (default: 128)")
-    parser.add_argument("--head-dim-v", type=int, metavar="N", help="of v (default: --head-dim)")
-    parser.add_argument("--seqlen", type=tokens, default=8192, metavar="N", help="tokens, such as 64K (default: 8K)")
+    parser.add_argument("--heads", type=count, default=32, metavar="N", help="query heads (default: 32)")
+    parser.add_argument("--kv-heads", type=count, default=8, metavar="N", help="key/value heads (default: 8)")
+    parser.add_argument("--head-dim", type=count, default=128, metavar="N", help="of q and k (default: 128)")
+    parser.add_argument("--head-dim-v", type=count, metavar="N", help="of v (default: --head-dim)")
+    parser.add_argument("--seqlen", type=count, default=8192, metavar="N", help="tokens, such as 64K (default: 8K)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     return parser
 

@@ -48,13 +48,16 @@ class CommandParser(argparse.ArgumentParser):
             self.error(str(error))
 
 
-def tokens(text: str) -> int:
-    """A number of tokens: 65536, 64K or 1M."""
+def count(text: str) -> int:
+    """A number, such as 65536, 64K or 1M, of at least 1."""
     unit = UNITS.get(text[-1:].upper(), 1)
     try:
-        return int(text if unit == 1 else text[:-1]) * unit
+        number = int(text if unit == 1 else text[:-1]) * unit
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 65536, 64K or 1M") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 65536, 64K or 1M") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
 
 
 def output_file(text: str) -> Path:
@@ -87,14 +90,14 @@ def add_shape_options(parser: argparse._ActionsContainer, *, seqlen: list[int] |
         default = options.get("default")
         parser.add_argument(flag, help=help if default is None else f"{help} (default: {default})", **options)
 
-    add("--seqlen", "lengths, in tokens, such as 64K", type=tokens, nargs="+", default=seqlen)
-    add("--batch", "sequences", type=int, default=1)
-    add("--packed", "N packed sequences of uneven lengths instead of a batch", type=int, metavar="N")
+    add("--seqlen", "lengths, in tokens, such as 64K", type=count, nargs="+", default=seqlen)
+    add("--batch", "sequences", type=count, default=1)
+    add("--packed", "N packed sequences of uneven lengths instead of a batch", type=count, metavar="N")
     add("--shape", "heads: A 32 and 8, B 64 and 4", choices=PRESETS, default="A")
-    add("--heads", "query heads (default: those of --shape)", type=int)
-    add("--kv-heads", "key/value heads (default: those of --shape)", type=int)
-    add("--head-dim", "of q and k", type=int, default=128)
-    add("--head-dim-v", "of v (default: --head-dim)", type=int)
+    add("--heads", "query heads (default: those of --shape)", type=count)
+    add("--kv-heads", "key/value heads (default: those of --shape)", type=count)
+    add("--head-dim", "of q and k", type=count, default=128)
+    add("--head-dim-v", "of v (default: --head-dim)", type=count)
     if runs:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         add("--dtype", "default: bf16 on a GPU, else fp32", choices=DTYPES)
@@ -134,9 +137,6 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     Hq, Hkv = (preset if heads is None else heads for heads, preset in named)
     Dv = args.head_dim if args.head_dim_v is None else args.head_dim_v
     sizes = dict(B=args.batch, Hq=Hq, Hkv=Hkv, D=args.head_dim, Dv=Dv)
-    for name, size in sizes.items() | {("T", T) for T in args.seqlen}:
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
     if Hq % Hkv:
         raise ValueError(f"--kv-heads must divide --heads, got {Hkv} and {Hq}")
     if args.packed is not None and args.batch != 1:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, backend_of, shapes
+from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, backend_of, count, shapes
 from nsa_tools.measure.component_times import DIRECTIONS, Part, Profile, profile
 from nsa_tools.measure.kernel_trace import Kernel
 from nsa_tools.measure.roofline import Ceilings, Work, ceilings, work
@@ -30,8 +30,6 @@ def main(argv: list[str]) -> int:
     with parser.checks():
         cases = shapes(args)
         backends = [backend_of(shape, args.backend) for shape in cases]
-        if args.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     at = ceilings(cases[0].device, cases[0].dtype)
     rates = (rate / 1e12 for rate in asdict(at).values())
     print("floors: {:.3g} TB/s, {:.3g} and {:.3g} TFLOP/s forward and backward\n".format(*rates))
@@ -117,6 +115,6 @@ def _parser() -> CommandParser:
     parser = CommandParser("profile", __doc__)
     add_shape_options(parser, seqlen=[8192 if torch.cuda.is_available() else 1024])
     add_ungated(parser)
-    parser.add_argument("--repeats", type=int, default=5, help="calls whose median is shown (default: 5)")
+    parser.add_argument("--repeats", type=count, default=5, help="calls whose median is shown (default: 5)")
     parser.add_argument("--rows", type=int, default=15, help="kernels shown, on a GPU (default: 15)")
     return parser

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, require_int, require_one_of
 from nsa_tools.shape import usable_device
 
 DTYPES = ("float32", "bfloat16")
@@ -71,22 +71,17 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", tuple(str(path) for path in self.text))
-        least = dict.fromkeys(("batch", "steps", "dim", "layers", "heads", "kv_heads", "warmup", "threads"), 1)
-        least |= dict(seqlen=2, eval_every=1, eval_windows=1, sample_bytes=0, seed=0)
+        names = ("batch", "steps", "dim", "layers", "heads", "kv_heads", "warmup", "threads", "eval_every")
+        least = dict.fromkeys((*names, "eval_windows"), 1) | dict(seqlen=2, sample_bytes=0, seed=0)
         for name, smallest in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < smallest:
-                raise ValueError(f"{name} must be at least {smallest}, got {value}")
+            require_int(name, getattr(self, name), least=smallest)
         for name in ("minutes", "lr"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number, got {value!r}")
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        require_one_of("dtype", self.dtype, DTYPES)
         if self.dim % self.heads or self.dim // self.heads % 2:
             raise ValueError(f"dim / heads must be an even integer, got dim={self.dim}, heads={self.heads}")
         if self.heads % self.kv_heads:

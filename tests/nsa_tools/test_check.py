@@ -19,6 +19,8 @@ from nsa_tools.testing.sampled_check import Samples, Verdict
 
 CONFIG = NSAConfig(block_size=8, block_counts=4, q_tile=16, window_size=11)
 SHAPE = Shape(B=1, T=300, Hq=4, Hkv=2, D=16, Dv=16, dtype=torch.bfloat16, device="cpu", config=CONFIG)
+OVERLAPPING = CONFIG.replace(q_tile=1, compress_size=4, compress_stride=2)
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 ALL = Samples(rows=1000, keys=1000, tiles=1000)
 
 
@@ -43,45 +45,27 @@ def outcome(attend=nsa, **changes: object) -> dict[str, Verdict]:
     return {v.name: v for v in report.verdicts}
 
 
-def test_a_choice_by_token_passes_and_its_neighbours_does_not() -> None:
-    config = CONFIG.replace(q_tile=1, compress_size=4, compress_stride=2)
-
-    def attend(*args, return_aux: bool = False, **options):
-        o, aux = nsa(*args, return_aux=True, **options)
-        aux = replace(aux, block_indices=aux.block_indices.roll(1, 1))
-        return (o, aux) if return_aux else o
-
-    for dtype in (torch.bfloat16, torch.float32):
-        found = outcome(config=config, dtype=dtype)
-        assert all(verdict.ok for verdict in found.values()), found
-    assert not outcome(attend, config=config, backward=False)["choice"].ok
+BY_TOKEN = CONFIG.replace(q_tile=1)
+RIGHT = [dict(dtype=dtype, gate=gate) for dtype in DTYPES for gate in ("weight", "none")]
+RIGHT += [dict(dtype=dtype, config=OVERLAPPING) for dtype in DTYPES[:2]]
+RIGHT += [
+    dict(config=config.replace(**changes))
+    for config in (CONFIG, BY_TOKEN)
+    for changes in (dict(init_blocks=0, local_blocks=0), dict(init_blocks=2, local_blocks=4), dict(window_size=0))
+]
+RIGHT += [dict(B=2, T=100), dict(lengths=(90, 1, 200, 9)), dict(backward=False)]
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_right_calls_pass(dtype: torch.dtype, gated: bool) -> None:
-    found = outcome(dtype=dtype, gate="weight" if gated else "none")
+@pytest.mark.parametrize("changes", RIGHT, ids=str)
+def test_right_calls_pass(changes: dict[str, object]) -> None:
+    found = outcome(**changes)
     assert all(verdict.ok for verdict in found.values()), found
-    names = ["choice", "o", "lse", "row sums", "dq", "dk", "dv"] + ["d_gate_weight"] * gated
-    assert list(found) == names
-    assert list(outcome(backward=False)) == ["choice", "o", "lse"]
-
-
-FORCED = [dict(init_blocks=0, local_blocks=0), dict(init_blocks=2, local_blocks=4), dict(window_size=0)]
-
-
-@pytest.mark.parametrize("changes", FORCED, ids=str)
-@pytest.mark.parametrize("q_tile", [1, 16])
-def test_right_calls_of_other_options_pass(q_tile: int, changes: dict[str, int]) -> None:
-    found = outcome(config=CONFIG.replace(q_tile=q_tile, **changes))
-    assert all(verdict.ok for verdict in found.values()), found
-
-
-def test_sequences_of_a_batch_and_of_a_pack_are_told_apart() -> None:
-    found = outcome(B=2, T=100)
-    assert all(v.ok for v in found.values()) and {"o [0]", "dk [1]"} <= found.keys()
-    found = outcome(lengths=(90, 1, 200, 9))
-    assert all(v.ok for v in found.values()) and {"dq [0]", "dv [1]", "choice [2]"} <= found.keys()
+    names = ["choice", "o", "lse"] + ["row sums", "dq", "dk", "dv"] * changes.get("backward", True)
+    sequences = min(sampled_check.SEQUENCES, len(changes.get("lengths", ())) or changes.get("B", 1))
+    if sequences == 1:
+        assert list(found) == names + ["d_gate_weight"] * ("dv" in names and changes.get("gate") != "none")
+    else:
+        assert {f"{name} [{i}]" for name in names for i in range(sequences)} <= found.keys()
 
 
 @pytest.mark.parametrize(("name", "tensor", "token"), [("dq", "q", 277), ("dk", "k", 150), ("dv", "v", 3)])
@@ -109,6 +93,10 @@ def other_block(o: torch.Tensor, aux: Aux) -> tuple:
     return o, replace(aux, block_indices=lists)
 
 
+def neighbours_block(o: torch.Tensor, aux: Aux) -> tuple:
+    return o, replace(aux, block_indices=aux.block_indices.roll(1, 1))
+
+
 def other_lse(o: torch.Tensor, aux: Aux) -> tuple:
     lse = aux.lse_slc.clone()
     lse[0, 2, 199] += 0.5
@@ -116,17 +104,18 @@ def other_lse(o: torch.Tensor, aux: Aux) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "at"),
-    [(other_row, "o", 222), (not_a_number, "o", 7), (other_lse, "lse", 199), (other_block, "choice", None)],
+    ("change", "name", "at", "config"),
+    [(other_row, "o", 222, CONFIG), (not_a_number, "o", 7, CONFIG), (other_lse, "lse", 199, CONFIG)]
+    + [(other_block, "choice", None, CONFIG), (neighbours_block, "choice", None, OVERLAPPING)],
 )
-def test_what_is_wrong_is_found(change, name: str, at: int | None) -> None:
+def test_what_is_wrong_is_found(change, name: str, at: int | None, config: NSAConfig) -> None:
     def attend(*args, return_aux: bool = False, **options):
         o, aux = nsa(*args, return_aux=True, **options)
         if return_aux:  # the call that is checked, not those that its row sums are made of
             o, aux = change(o, aux)
         return (o, aux) if return_aux else o
 
-    found = outcome(attend, backward=False)
+    found = outcome(attend, backward=False, config=config)
     if name == "choice":
         assert not found[name].ok and found[name].note
         return
