@@ -150,7 +150,7 @@ def test_generation_with_a_cache_is_that_without(way: str) -> None:
 @pytest.mark.parametrize("gate, compression", [("input", "mean"), ("query", "linear"), ("input", "mlp")])
 def test_steps_on_a_cache_give_the_logits_of_the_whole(gate: str, compression: str) -> None:
     model, ids = sparse(nsa_compression=compression, nsa_gate=gate), tokens(2, 75)
-    batch, cache = padded(ids, (0, 21)), NSAModelCache(model.config, max_cache_len=10)
+    batch, cache = padded(ids, (21, 0)), NSAModelCache(model.config, max_cache_len=10)
     mask = batch["attention_mask"]
     places = positions(mask)
 
@@ -166,7 +166,7 @@ def test_steps_on_a_cache_give_the_logits_of_the_whole(gate: str, compression: s
             real = mask[:, begin:end].bool()
             torch.testing.assert_close(step[real], whole[:, begin:end][real], **CLOSE)
         cache.crop(-20)
-        assert cache.get_seq_length() == 50 and cache.layers[1].cache.lengths == (50, 29)
+        assert cache.get_seq_length() == 50 and cache.layers[1].cache.lengths == (29, 50)
         step_to(59, tokens(2, 75))
         cache.crop(-9)
         step = step_to(75)
@@ -245,7 +245,7 @@ def static(**options: object) -> dict[str, object]:
 
 
 def test_steps_on_a_static_cache_are_one_graph_and_generate_the_same(graphs: dict[str, int]) -> None:
-    model, batch = sparse(num_hidden_layers=1, nsa_compression="mlp"), padded(tokens(2, 30), (0, 13))
+    model, batch = sparse(num_hidden_layers=1, nsa_compression="mlp"), padded(tokens(2, 30), (13, 0))
     expected = model.generate(**batch, max_new_tokens=9)
     for options in (static(), static(prefill_chunk_size=7), dict(cache_implementation="static")):
         assert model.generate(**batch, max_new_tokens=9, **options).equal(expected)

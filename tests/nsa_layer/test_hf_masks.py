@@ -119,7 +119,7 @@ def test_masks_that_hide_or_show_other_cached_tokens_are_errors() -> None:
 
 
 def test_a_static_cache_without_room_for_a_token_is_an_error_before_the_step() -> None:
-    model, batch = sparse(num_hidden_layers=1), padded(tokens(2, 20), (0, 6))
+    model, batch = sparse(num_hidden_layers=1), padded(tokens(2, 20), (6, 0))
     caches = [NSAModelCache(model.config, size, static=True) for size in (28, 27, 19)]
     expected = model.generate(**batch, max_new_tokens=9)
     assert model.generate(**batch, max_new_tokens=9, **{CACHE: caches[0]}).equal(expected)
