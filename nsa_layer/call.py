@@ -157,6 +157,11 @@ class Call(NamedTuple):
         return self.spec.alone
 
     @property
+    def one_branch(self) -> bool:
+        """True if the output is that of the selected branch: alone, or without gates."""
+        return self.alone or self.config.branches == ("selected",) and self.gate == "none"
+
+    @property
     def packed(self) -> bool:
         """True if q is [total, Hq, D]."""
         return self.q.dim() == 3
@@ -347,7 +352,8 @@ class Aux:
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window, as far as they are there.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
             sees no key, as everywhere with ``window_size=0``; None for a branch that is not there.
-        index_scores: with ``rule="index"`` those of the chosen blocks, like `block_indices`, -inf for padding.
+        index_scores: with ``rule="index"`` those of the chosen blocks, like `block_indices`, -inf for padding; None on
+            the kernels.
     """
 
     block_indices: torch.Tensor | None

@@ -29,14 +29,14 @@ def saved_shapes(call: Call, *, kept: Sequence[bool], exact: bool = False) -> Sa
     found = {name: lse for name, branch in branches if config.computes(branch)}
     if call.gate != "none":
         found["g"] = ((*q.shape[:-1], len(config.branches)), exactly)
-    if config.rule == "index" and call.block_indices is None:
+    if config.rule == "index" and call.block_indices is None and spec.backend != "cute":
         of_lists = (*lead, tiles, Hkv, n)
         found["index_scores"] = (of_lists, exactly)
         if spec.index_loss:
             found |= dict(index_mass=(of_lists, exactly), index_tokens=(of_lists, whole), index_sums=((2,), exactly))
     if call.block_indices is None and config.computes("selected"):
         found["block_indices"] = ((*lead, tiles, q.shape[-2] if config.rule == "seed" else Hkv, n), whole)
-    if spec.backend != "cute":
+    if spec.backend != "cute" or call.one_branch:
         return Saved(**found)
     if not reads_unions(config, listed=spec.listed):
         found["block_counts"] = ((*lead, Hkv, tiles), whole)

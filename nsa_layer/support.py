@@ -27,6 +27,7 @@ UNION_BLOCK = 64  # keys of an entry of a union, which is what a tile reads of i
 LEAST_BLOCK = 16  # keys of a listed block; those smaller than an entry share it
 # Of the kernels that select blocks: blocks of a list, compressed keys that overlap a block, query heads of a group.
 MOST_BLOCKS, MOST_OVERLAPS = 64, 64
+INDEX_DIMS = (16, 32, 64, 128)
 MOST_HEADS_BY_TILE, MOST_HEADS_BY_TOKEN = 32, 128
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) of attention, and where the kernels take it.
@@ -87,6 +88,8 @@ class Request:
         own_keys: keys or values of a branch are the caller's.
         rows: query heads that share a list.
         cached: keys and values are in caches, as for `nsa_with_kvcache`.
+        gated: there are gates, or weights of them.
+        index_dim, index_loss: of an index; its loss is asked for.
     """
 
     arch: int
@@ -99,6 +102,9 @@ class Request:
     own_keys: bool = False
     rows: int = 16
     cached: bool = False
+    gated: bool = False
+    index_dim: int = 32
+    index_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,33 @@ def _tiles_fit(r: Request) -> bool:
 
 
 def _has_too_many_heads(r: Request) -> bool:
-    return r.lists is None and r.rows > (MOST_HEADS_BY_TOKEN if r.config.by_token else MOST_HEADS_BY_TILE)
+    return (
+        r.lists is None
+        and not _by_index(r)
+        and r.rows > (MOST_HEADS_BY_TOKEN if r.config.by_token else MOST_HEADS_BY_TILE)
+    )
 
 
 def _has_too_many_overlaps(r: Request) -> bool:
     size, stride = r.config.block_size, r.config.stride
-    return r.lists is None and r.config.by_token and (size + r.config.span) // stride - 1 > MOST_OVERLAPS
+    return (
+        r.lists is None
+        and r.config.by_token
+        and not _by_index(r)
+        and (size + r.config.span) // stride - 1 > MOST_OVERLAPS
+    )
+
+
+def _by_index(r: Request) -> bool:
+    return r.lists is None and r.config.rule == "index"
+
+
+def _is_one_branch(r: Request) -> bool:
+    return r.config.branches == ("selected",) and not r.gated
+
+
+def _lists_too_many(r: Request) -> bool:
+    return r.lists is None and r.config.block_counts > (2 if _by_index(r) else 1) * MOST_BLOCKS
 
 
 FEATURES = (
@@ -145,7 +172,7 @@ FEATURES = (
         lambda r: _by_union(r) and r.rows * r.config.block_size < UNION_BLOCK,
         (),
     ),
-    Feature("block_counts above 64", lambda r: r.lists is None and r.config.block_counts > MOST_BLOCKS, ()),
+    Feature("block_counts above 64, of an index above 128", _lists_too_many, ()),
     Feature("G above 128 with q_tile 1, above 32 with others", _has_too_many_heads, ()),
     Feature("blocks that more than 64 compressed keys overlap", _has_too_many_overlaps, ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
@@ -161,8 +188,13 @@ FEATURES = (
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
-    Feature("rule='index'", lambda r: r.config.rule == "index", ()),
-    Feature("branches left out", lambda r: r.config.branches != BRANCHES, ()),
+    Feature("rule='index', the selected branch without gates", lambda r: _by_index(r) and _is_one_branch(r)),
+    Feature("rule='index' with gates or other branches", lambda r: _by_index(r) and not _is_one_branch(r), ()),
+    Feature("the index' loss", lambda r: r.index_loss, ()),
+    Feature(
+        "index of other than 16, 32, 64 or 128 dimensions", lambda r: _by_index(r) and r.index_dim not in INDEX_DIMS, ()
+    ),
+    Feature("branches left out, rule='nsa'", lambda r: not _by_index(r) and r.config.branches != BRANCHES, ()),
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
     Feature("nsa_with_kvcache", lambda r: r.cached),
     Feature("packed sequences", lambda r: False),
@@ -260,5 +292,7 @@ def on_backend(backend: str | None, call: Call) -> Call:
     lists = "alone" if call.alone else "given" if spec.listed else None
     asked = dict(lists=lists, own_keys=any(x is not None for x in call[7:11]), cached=cache is not None)
     asked["needs_grad"] = call.needs_grad and cache is None
+    asked |= dict(gated=call.gate != "none", index_loss=spec.index_loss)
+    asked |= {} if call.q_index is None else dict(index_dim=call.q_index.shape[-1])
     name = choose_backend(backend, config=spec.config, **sizes, **asked)
     return call._replace(spec=spec if name == spec.backend else replace(spec, backend=name))

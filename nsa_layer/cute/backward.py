@@ -57,7 +57,9 @@ def backward(
     """
     (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
     with compiling(call, plan, backward=True) if together else nullcontext():
-        if call.alone:
+        if call.one_branch:
+            if call.block_indices is None:
+                call = call._replace(block_indices=saved.block_indices)
             grads = backward_selected(call, varlen, do, o, saved.lse_slc)
             return *grads, *[None] * (len(DIFFERENTIABLE) - 3)
         of_keys = (*call[1:3], call.k_win, call.v_win)[: 4 if window is None else 2]

@@ -25,7 +25,7 @@ from nsa_layer.cute.head_groups import (
     query_heads,
 )
 from nsa_layer.cute.memory_plan import MemoryPlan
-from nsa_layer.cute.select_blocks import select_blocks
+from nsa_layer.cute.select_blocks import choose_by_index, select_blocks
 from nsa_layer.cute.selected import dq_options, selected_options
 from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.varlen import Varlen
@@ -84,9 +84,14 @@ def forward(
     if pages is not None:
         varlen = varlen._replace(longest_k=pages.capacity)
     with compiling(call, plan, backward=backward) if together else nullcontext():
-        if call.alone:
+        if call.one_branch:
+            lists = None
+            if call.block_indices is None:
+                with component("choose"):
+                    lists = choose_by_index(call, varlen)
+                call = call._replace(block_indices=lists)
             o, lse = forward_selected(call, varlen)
-            return o, Saved(lse_slc=lse)
+            return o, Saved(block_indices=lists, lse_slc=lse)
         o = new_outputs(*call[:3:2])[0] if o is None else o
         saved, Hkv = Saved(), call.k.shape[-2]
         for group in plan.groups:

@@ -10,14 +10,15 @@ from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.launch import aligned_rows
 
 Tensor = torch.Tensor
-READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
+READ = ("q", "k", "v", *OWN_KEYS, "q_index", "k_index")  # rows by token or block
 
 
 def as_kernels_read(call: Call) -> tuple[Call, Varlen]:
-    """A call with rows aligned to 16 bytes, and its starts on the GPU; of the selected branch alone with q_offset."""
+    """A call with rows aligned to 16 bytes, and its starts on the GPU; of the selected branch alone
+    with q_offset."""
     call = call.map(aligned_rows, READ)
     varlen = Varlen.of(call)
-    return (call._replace(q_offset=_first_positions(call, varlen)) if call.alone else call), varlen
+    return (call._replace(q_offset=_first_positions(call, varlen)) if call.one_branch else call), varlen
 
 
 def _first_positions(call: Call, varlen: Varlen) -> Tensor | None:

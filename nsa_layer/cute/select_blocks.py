@@ -6,11 +6,23 @@ import torch
 
 from nsa_layer.call import Call
 from nsa_layer.cute.varlen import Varlen
+from nsa_layer.kernels.select_by_index.kernel import select_by_index
 from nsa_layer.kernels.select_by_tile.kernel import block_topk
 from nsa_layer.kernels.select_by_token.kernel import token_topk
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
+
+
+def choose_by_index(call: Call, varlen: Varlen) -> Tensor:
+    """int32 [B, T, Hkv, n], packed [total, Hkv, n]: the blocks listed for each token, ascending, padded with -1."""
+    packed, options = call.packed, {}
+    if packed:
+        options = dict(cu_seqlens=varlen.cu_seqlens, max_seqlen=varlen.longest)
+    if call.q_offset is not None:
+        options |= dict(q_offset=call.q_offset, max_seqlen_k=varlen.longest_k)
+        options |= dict(cu_seqlens_k=varlen.cu_seqlens_k) if packed else {}
+    return select_by_index(call.q_index, call.k_index, config=call.config, **options)
 
 
 def select_blocks(call: Call, varlen: Varlen, k_cmp: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -50,7 +50,7 @@ def attend(
     elif not lengths_known(spec.backend, q, call.cu_seqlens):
         call = _with_rows(call, spec.config.compressed_capacity(q.shape[0]))
     heads, kept = k.shape[-2], NOTHING
-    if spec.backend == "cute" and not call.alone:
+    if spec.backend == "cute" and not call.one_branch:
         if dispatcher_sees(q):
             heads, kept = None, kept_in_graphs(memory, needs_grad)
         else:
@@ -133,9 +133,9 @@ def static_arguments(spec: CallSpec) -> dict[str, Any]:
 
 
 def reads_output(static: Sequence[Any]) -> bool:
-    """True if backward reads o: that of the selected branch alone on the kernels; by `static_arguments`, and others."""
+    """True if backward reads o: that of one branch on the kernels; by `static_arguments`, and others."""
     spec = static_spec(static)
-    return spec.alone and spec.backend == "cute"
+    return spec.backend == "cute" and (spec.alone or spec.config.branches == ("selected",))
 
 
 def static_spec(static: Iterable[Any], *, listed: bool = False) -> CallSpec:

@@ -29,7 +29,8 @@ class Case(Pasteable):
         compress_weights: whether both compression weights are given.
         own_keys: the branches' own keys and values that are given, of `OWN_KEYS`; k_cmp and v_cmp in place of the
             compression weights.
-        index_dim: of an index, for ``rule="index"``; one_key: its keys are the same for all lists.
+        index_dim: of an index, for ``rule="index"``; one_key: its keys are the same for all lists;
+            index_loss: its loss is asked for.
         seed: the inputs are drawn from it alone.
         integers: inputs are small integers, so that scores of blocks are exact in fp32.
     """
@@ -49,6 +50,7 @@ class Case(Pasteable):
     own_keys: tuple[str, ...] = ()
     index_dim: int = 0
     one_key: bool = False
+    index_loss: bool = True
     seed: int = 0
     integers: bool = False
 
@@ -58,7 +60,7 @@ class Case(Pasteable):
 
     @property
     def spec(self) -> CallSpec:
-        by_index = dict(index_scale=self.index_dim**-0.5, index_loss=True) if self.index_dim else {}
+        by_index = dict(index_scale=self.index_dim**-0.5, index_loss=self.index_loss) if self.index_dim else {}
         return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths, **by_index)
 
 
@@ -180,7 +182,7 @@ def run(backend: Backend, inputs: Inputs, block_indices: torch.Tensor | None = N
     case, tensors = inputs.case, dict(leaves, cu_seqlens=inputs.cu_seqlens, block_indices=block_indices)
     if isinstance(backend, str):
         static = dict(config=case.config, causal=case.causal, backend=backend, return_aux=True)
-        o, aux, *loss = nsa(**tensors, **static, return_index_loss=case.index_dim > 0, **options)
+        o, aux, *loss = nsa(**tensors, **static, return_index_loss=case.index_dim > 0 and case.index_loss, **options)
     else:
         o, aux, *sums = backend(Call(**tensors, spec=case.spec), **options)
         loss = [(s[0] / s[1].masked_fill(s[1] == 0, 1).detach()) for s in sums if s is not None]
@@ -190,5 +192,5 @@ def run(backend: Backend, inputs: Inputs, block_indices: torch.Tensor | None = N
         rows, width = sum(map(case.config.num_tiles, case.lengths)), case.config.list_width(max(case.lengths))
         aux = replace(aux, block_indices=aux.block_indices[:rows, :, :width])
     results, of_results = [o, *loss], [inputs.do, *map(torch.ones_like, loss)]
-    grads = torch.autograd.grad(results, list(leaves.values()), of_results)
+    grads = torch.autograd.grad(results, list(leaves.values()), of_results, materialize_grads=True)
     return Result(o.detach(), aux, dict(zip(leaves, grads, strict=True)), *(x.detach() for x in loss))

@@ -155,6 +155,7 @@ def test_later_tokens_change_nothing() -> None:
 
 
 INDEX = NSAConfig(rule="index", branches=("selected",), block_size=16, block_counts=5, window_size=24)
+SELECTED = ("selected",)
 UNFORCED = INDEX.replace(init_blocks=0, local_blocks=0, branches=("selected", "window"))
 OPERATOR = {
     "selected": Case(B=2, T=130, config=INDEX, gate="none", index_dim=8),

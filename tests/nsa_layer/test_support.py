@@ -30,6 +30,7 @@ def _alone(block_size: int) -> NSAConfig:
     return NSAConfig(block_size=block_size, q_tile=1)
 
 
+INDEX = NSAConfig(rule="index", branches=("selected",), block_counts=128)
 UNSUPPORTED = {
     "dtype float32": dict(dtype=torch.float32),
     "dtype float64": dict(dtype=torch.float64),
@@ -39,11 +40,13 @@ UNSUPPORTED = {
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
-    "rule='index'": dict(config=NSAConfig(rule="index")),
-    "branches left out": dict(config=NSAConfig(branches=("compressed", "selected"))),
+    "rule='index' with gates or other branches": dict(config=NSAConfig(rule="index")),
+    "the index' loss": dict(config=INDEX, index_loss=True),
+    "index of other than 16, 32, 64 or 128 dimensions": dict(config=INDEX, index_dim=24),
+    "branches left out, rule='nsa'": dict(config=NSAConfig(branches=("compressed", "selected"))),
     "block_size below 16": dict(config=TILES.replace(block_size=8)),
     "block_size 16 with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
-    "block_counts above 64": dict(config=TILES.replace(block_counts=65)),
+    "block_counts above 64, of an index above 128": dict(config=TILES.replace(block_counts=65)),
     "G above 128 with q_tile 1, above 32 with others": dict(config=NSAConfig(), rows=129),
     "blocks that more than 64 compressed keys overlap": dict(
         config=NSAConfig(block_size=128, compress_size=2, compress_stride=1)
@@ -68,6 +71,7 @@ SUPPORTED = {
     "the paper's": dict(config=NSAConfig.paper()),
     "lists for each token": dict(config=NSAConfig(), lists="given"),
     "caches": dict(cached=True),
+    **{f"an index of {Di}": dict(config=INDEX, index_dim=Di, rows=200) for Di in (16, 32, 64, 128)},
     "lists alone": dict(config=_alone(192), lists="alone"),
     "keys of a branch's own": dict(own_keys=True),
     "deterministic forward": dict(config=TILES.replace(deterministic=True), needs_grad=False),

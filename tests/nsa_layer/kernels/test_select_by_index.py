@@ -12,7 +12,9 @@ from fa_compile import Worker, shared_worker
 from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig, reference
-from nsa_tools.testing.assertions import assert_sequence_choice, rounding_of_scores
+from nsa_layer.call import Call
+from nsa_tools.testing.assertions import assert_close_to_reference, assert_sequence_choice, rounding_of_scores
+from nsa_tools.testing.cases import Case, make_inputs
 
 Tensor = torch.Tensor
 UNFORCED = dict(init_blocks=0, local_blocks=0)
@@ -197,3 +199,45 @@ def test_products_by_warp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "FORCED", True)
     test_exact_scores("default")
     test_real_scores("packed, unforced")
+
+
+INDEX = NSAConfig(rule="index", branches=("selected",), block_counts=5)
+LAYERS = {
+    "32/8": Case(T=1500, Hq=32, Hkv=8, D=64, config=INDEX, index_dim=32),
+    "one key, 64/4": Case(T=1025, Hq=64, Hkv=4, D=128, config=INDEX, index_dim=16, one_key=True),
+    "packed": Case(
+        lengths=(700, 0, 1, 64, 900), Hq=8, D=64, config=INDEX.replace(block_size=16, **UNFORCED), index_dim=64
+    ),
+    "32 blocks of 128, deterministic": Case(
+        T=5000, Hq=8, D=128, config=INDEX.replace(block_size=128, block_counts=32, deterministic=True), index_dim=128
+    ),
+    "128 blocks": Case(T=9000, Hq=4, D=64, config=INDEX.replace(block_counts=128), index_dim=32),
+}
+LAYERS = {name: replace(case, dtype=torch.bfloat16, gate="none", index_loss=False) for name, case in LAYERS.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_layer_is_that_of_the_definition(name: str) -> None:
+    assert_close_to_reference(LAYERS[name], "cute", "cuda")
+
+
+def traced_layer(name: str) -> list[tuple[int, ...]]:
+    """In a worker: shapes of the output, the lists and the gradients that the kernels give."""
+    from nsa_layer.cute.memory_plan import MemoryPlan
+    from nsa_layer.cute.pages import backward, forward
+
+    inputs, case = faked(lambda: make_inputs(LAYERS[name])), LAYERS[name]
+    call = Call(**inputs.tensors(), cu_seqlens=inputs.cu_seqlens, spec=case.spec)
+    how = dict(plan=MemoryPlan(((0, case.Hkv),), (False,) * 3), together=False)
+    o, saved = forward(call, **how)
+    grads = backward(call, saved, torch.empty_like(o), o=o, **how)
+    return [tuple(x.shape) for x in (o, saved.block_indices, *grads) if x is not None]
+
+
+@pytest.mark.parametrize("name", ["32/8", "packed"])
+def test_the_layer_is_traced(name: str, compiler: Worker) -> None:
+    case, inputs = LAYERS[name], make_inputs(LAYERS[name])
+    lists = (*inputs.q.shape[:-2], case.Hkv, case.config.list_width(max(case.lengths or (case.T,))))
+    shapes = [inputs.q.shape, lists, *(x.shape for x in (inputs.q, inputs.k, inputs.v))]
+    assert compiler.trace(traced_layer, name) == [tuple(shape) for shape in shapes]
