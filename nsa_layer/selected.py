@@ -10,7 +10,9 @@ import torch
 from nsa_layer import autocast, operators, support
 from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import (
+    INT32,
     assert_numbers,
+    check_kind,
     check_lengths,
     check_lists_of,
     check_positions,
@@ -110,6 +112,8 @@ def selected_attention(
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
     _, layout = check_qkv(q, k, v, packed=packed, same_length=not apart)
+    if not isinstance(block_indices, Tensor):
+        check_kind("block_indices", block_indices, q, INT32)
     of_q = of_k = bound = q_tile = None
     if packed:
         check_starts(cu_seqlens)
