@@ -15,6 +15,7 @@ from fuzz.mutations import Change, always, fault, faults, given, instead, result
 
 IS_ITS, WRONG, STEPS = "layer.is its", "caches.wrong", "caches.steps"
 SELECT, CHUNKED, LISTED = (f"nsa_layer.eager.{name}" for name in ("select_blocks", "chunk_attention", "list_attention"))
+INDEX, OF_INDEX = "nsa_layer.eager.index", "layer.index is its"
 SAME_ON_RANKS = "nsa_layer.context_parallel.checks:check_same_on_all_ranks"
 
 
@@ -57,6 +58,14 @@ faults(
      "A token sees the token after it where its own block is listed.", given(limit=lambda limit: limit + 1)),
     ("pair lost", LISTED + ":Pairs.total", IS_ITS, "The last block of a token's list is not summed.",
      instead(lambda _, pairs, x: x.flatten(0, 1)[pairs.slot.view(pairs.shape)[..., :-1]].sum(2))),
+    ("unfinished block whole", INDEX + ":score_blocks", OF_INDEX, "A query sees one token more of its own block.",
+     given(t=lambda t: (t + 1).clamp(max=int(t.max())))),
+    ("later of equal blocks", INDEX + ":score_blocks", OF_INDEX, "A tie goes to the block with the larger number.",
+     result(lambda x: x + 1e-9 * torch.arange(x.shape[-1], dtype=x.dtype))),
+    ("forced blocks in the loss", INDEX + ":is_free", OF_INDEX, "The index' loss counts forced blocks.",
+     instead(lambda original, lists, t, config: lists >= 0)),
+    ("one key for all lists", INDEX + ":loss_rows", OF_INDEX, "All lists' losses read the first list's keys.",
+     given(k_index=lambda x: x[:, :, :1])),
     ("compressed key too early", CHUNKED + ":visible_compressed", "layer",
      "A compressed block is visible one token before its last one is reached.",
      given(spec=lambda s: replace(s, config=s.config.replace(compress_offset=s.config.offset - 1)))),

@@ -14,6 +14,7 @@ from fuzz.case import Attention, Blocks, Edge, Fields, Packed, Ranks, Served, Te
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.serving import CACHE_FAULTS, NEEDS, PAGE, ROOM
 from nsa_layer import NSAConfig
+from nsa_layer.config import BRANCHES
 from nsa_tools.testing.cases import OWN_KEYS, Case
 
 PAST_32_BITS = ((1 << 31) - 1, 1 << 40)  # sides of a window, with a position added
@@ -202,6 +203,28 @@ def layer_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float6
     if not options["config"].window_size:  # then there are no keys of a window
         options["own_keys"] = tuple(name for name in options["own_keys"] if "win" not in name)
     return Case(**options)
+
+
+@st.composite
+def index_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float64,)) -> Case:
+    """Calls that choose by an index, or leave out branches."""
+    branches = draw(st.lists(st.sampled_from(BRANCHES), min_size=1, max_size=3, unique=True).map(tuple))
+    by_index = "selected" in branches
+    config = NSAConfig(
+        rule="index" if by_index else "nsa",
+        branches=branches,
+        block_size=draw(st.sampled_from((4, 1, 6, 16))),
+        block_counts=draw(st.integers(1, 6)),
+        window_size=draw(st.integers(branches == ("window",), 40)),
+        **draw(forced()),
+    )
+    fixed = dict(config=config, causal=by_index or draw(st.booleans()), own_keys=(), integers=draw(st.booleans()))
+    fixed |= dict(gate=draw(st.sampled_from(("weight", "given", "none"))))
+    if by_index:
+        fixed |= dict(index_dim=draw(st.sampled_from((4, 1, 16))), one_key=draw(st.booleans()))
+    if "compressed" not in branches:
+        fixed |= dict(compress_weights=False)
+    return draw(layer_cases(dtypes, **fixed))
 
 
 @st.composite

@@ -85,6 +85,8 @@ class NSAConfig:
                 f"branches must be some of {', '.join(map(repr, BRANCHES))}, each once, got {self.branches}"
             )
         object.__setattr__(self, "branches", named)
+        if not self.num_branches:
+            raise ValueError("branches=('window',) needs a window, got window_size=0")
         if self.rule == "seed" and named != BRANCHES:
             raise ValueError(f"rule='seed' needs all branches, got {named}")
         if self.rule == "index" and "selected" not in named:

@@ -41,6 +41,16 @@ def is_its_definition(case: Case, backend: str, device: str) -> None:
     assert_close_to_reference(case, backend, device)
 
 
+@holds("layer.index is its definition", strategies.index_cases, pr=30)
+def index_is_its_definition(case: Case) -> None:
+    """The index' choice, loss and gradients, and branches that are left out; of small integers the choice, exactly."""
+    if not case.integers:
+        assert_close_to_reference(case, "eager")
+    elif case.index_dim:
+        got, expected = (run(backend, make_inputs(case)).aux.block_indices for backend in ("eager", "reference"))
+        assert got.equal(expected), f"chosen {got.tolist()}, expected {expected.tolist()}"
+
+
 @holds(
     "layer.choice is the oracle's",
     lambda: strategies.layer_cases((torch.float32, torch.bfloat16), integers=True, D=4, compress_weights=False),

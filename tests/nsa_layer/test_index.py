@@ -269,6 +269,7 @@ def test_wrong_calls_are_named(message: str) -> None:
         (dict(rule="index", q_tile=2), "rule='index' needs q_tile=1, got 2"),
         (dict(rule="index", branches=("window",)), "rule='index' chooses blocks of the selected branch"),
         (dict(branches=()), "branches must be some of"),
+        (dict(branches=("window",), window_size=0), "needs a window, got window_size=0"),
         (dict(branches=("selected", "selected")), "branches must be some of"),
         (dict(branches=("dense",)), "branches must be some of"),
         (dict(rule="seed", branches=("selected",)), "rule='seed' needs all branches"),
