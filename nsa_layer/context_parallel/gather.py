@@ -24,7 +24,7 @@ from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.layer import CONFIG, as_output, reads_output, static_arguments
 from nsa_layer.operators.registration import OPS, dispatcher_sees, refuse_derivatives, register
-from nsa_layer.saved import with_capacity
+from nsa_layer.saved_shapes import with_capacity
 
 Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on this mode was measured to be faster than "heads"

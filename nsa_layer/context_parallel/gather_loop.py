@@ -22,7 +22,7 @@ from nsa_layer.context_parallel.transport import Exchange, ranks_of
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.operators.layer import NAMES, static_spec
-from nsa_layer.saved import exact_saved, saved_shapes
+from nsa_layer.saved_shapes import exact_saved, saved_shapes
 
 Tensor = torch.Tensor
 Fields = Sequence[Tensor | None]

@@ -33,7 +33,7 @@ def sum_rounded(
             sum_rounded(pieces, dtype, out=into, kernels=kernels)
         return total
     if kernels and total.is_cuda:
-        from nsa_layer.kernels.pooling.rounded_sum import can_sum, rounded_sum
+        from nsa_layer.kernels.rounded_sum import can_sum, rounded_sum
 
         into, *pieces = [x.flatten(0, -3) for x in (total, *present)]
         if can_sum(pieces, into):

@@ -16,7 +16,7 @@ from nsa_layer.checks import check_lists_of, check_positions, lengths_known, sta
 from nsa_layer.config import BRANCHES, ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
-from nsa_layer.saved import exact_saved, saved_shapes, with_capacity
+from nsa_layer.saved_shapes import exact_saved, saved_shapes, with_capacity
 
 Tensor = torch.Tensor
 NOTHING = (False, False, False)

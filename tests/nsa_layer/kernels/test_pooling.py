@@ -297,7 +297,7 @@ OTHERS = [Sum(parts=17), Sum(D=65), Sum(D=2056), Sum(dtype=torch.float32)]
 
 def launches() -> list[list[str]]:
     """Kernels of the sum of each case that is taken; in a worker."""
-    from nsa_layer.kernels.pooling import rounded_sum
+    from nsa_layer.kernels import rounded_sum
 
     assert not any(rounded_sum.can_sum([case.rows()] * case.parts, case.rows()) for case in OTHERS)
     found = []
