@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from nsa_layer import autocast, operators, support
-from nsa_layer.call import Aux, Call
+from nsa_layer.call import Aux, Call, loss_of_sums
 from nsa_layer.checks import assert_numbers, check_inputs, lists_in_int32, require_published
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
@@ -110,28 +110,15 @@ def nsa(
 
     Source: arXiv:2502.11089; for differences see the README.
     """
-    given = (
-        q,
-        k,
-        v,
-        gate_weight,
-        gates,
-        compress_k_weight,
-        compress_v_weight,
-        k_cmp,
-        v_cmp,
-        k_win,
-        v_win,
-        q_index,
-        k_index,
-    )
-    call = Call(*autocast.cast(*given), cu_seqlens, lists_in_int32(block_indices))
+    weights = gate_weight, gates, compress_k_weight, compress_v_weight
+    tensors = autocast.cast(q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, q_index, k_index)
+    call = Call(*tensors, cu_seqlens, lists_in_int32(block_indices))
     static = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
     of_index = dict(index_scale=index_scale, index_loss=return_index_loss)
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
-    if cp is not None and isinstance(config, NSAConfig):
-        require_published(config, "cp")
     if cp is not None:
+        if isinstance(config, NSAConfig):
+            require_published(config, "cp")
         checks = partial(_check_options, call, **options), partial(check_shard, call, cp, **static)
         check_same_on_all_ranks(cp, checks, ragged=RAGGED, **call.arguments(), **static, **options)
     _check_options(call, **options)
@@ -156,8 +143,7 @@ def nsa(
             o, aux, sums = operators.attend(call, memory=memory, return_aux=return_aux)
     results = [o, aux] if return_aux else [o]
     if return_index_loss:
-        total = sums[1].detach()
-        results.append(sums[0] / total.masked_fill(total == 0, 1))
+        results.append(loss_of_sums(sums))
     return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import BRANCHES, NSAConfig
 
 TOKEN_CACHES = ("k", "v", "k_win", "v_win")
 COMPRESSED_CACHES = ("k_cmp", "v_cmp")
@@ -249,16 +249,9 @@ DIFFERENTIABLE = TENSORS[:13]
 OF_CACHES = TENSORS[:11]  # differentiable tensors that a call on caches has too
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
 STARTS = ("cu_seqlens", "cu_seqlens_k")
-OF_SEQUENCES = (
-    "q",
-    "k",
-    "v",
-    "gates",
-    *OWN_KEYS,
-    "q_index",
-    "k_index",
-    "block_indices",
-)  # hold something for each sequence
+# Tensors that hold something for each sequence.
+OF_SEQUENCES = ("q", "k", "v", "gates", *OWN_KEYS, "q_index", "k_index", "block_indices")
+LSES = dict(zip(BRANCHES, ("lse_cmp", "lse_slc", "lse_swa")))  # fields of `Saved` and `Aux`
 
 
 class Signature(NamedTuple):
@@ -331,9 +324,7 @@ class Saved(NamedTuple):
         lists = self.block_indices if call.block_indices is None else call.block_indices
         lse_swa = self.lse_swa
         if lse_swa is None and "window" in call.config.branches:
-            lse_swa = torch.full(
-                lse_shape(call.q), -torch.inf, dtype=accumulation_dtype(call.q.dtype), device=call.q.device
-            )
+            lse_swa = call.q.new_full(lse_shape(call.q), -torch.inf, dtype=accumulation_dtype(call.q.dtype))
         g = equal_gates(call.q, len(call.config.branches)) if self.g is None else self.g
         return Aux(lists, g, self.lse_cmp, self.lse_slc, lse_swa, self.index_scores)
 
@@ -346,9 +337,8 @@ class Aux:
         block_indices: int32 [B, M, Hs, n], Hs = Hkv (Hq with ``rule="seed"``): the chosen blocks of each query
             tile (of each token with ``q_tile=1``), ascending, padded with -1. Packed: [tiles of all sequences in order,
             Hs, n], blocks counted from each sequence's start. Where the host does not know their lengths (in a graph,
-            or with ``cu_seqlens`` on a GPU, on the kernels) they have the capacity for
-            any: rows and columns of -1 at the end.
-            None without the selected branch.
+            or with ``cu_seqlens`` on a GPU, on the kernels) they have the capacity for any: rows and columns of -1
+            at the end. None without the selected branch.
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window, as far as they are there.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
             sees no key, as everywhere with ``window_size=0``; None for a branch that is not there.
@@ -381,6 +371,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def equal_gates(q: torch.Tensor, branches: int = 3) -> torch.Tensor:
     """Equal shares as a view of one number, in the accumulation dtype: q [..., Hq, D] -> [..., Hq, branches]."""
     return q.new_full((), 1 / branches, dtype=accumulation_dtype(q.dtype)).expand(*q.shape[:-1], branches)
+
+
+def loss_of_sums(sums: torch.Tensor) -> torch.Tensor:
+    """The index' loss of ``Saved.index_sums``: numerator over denominator, a constant; 0 where that is 0."""
+    total = sums[1].detach()
+    return sums[0] / total.masked_fill(total == 0, 1)
 
 
 def lse_shape(q: torch.Tensor) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ class NSAConfig:
     @property
     def num_branches(self) -> int:
         """Branches that are computed: a window of 0 tokens is not."""
-        return len(self.branches) - (not self.window_size and "window" in self.branches)
+        return sum(map(self.computes, BRANCHES))
 
     def computes(self, branch: str) -> bool:
         """True if a branch is there, and a window has tokens."""

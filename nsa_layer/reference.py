@@ -388,11 +388,7 @@ def _attend(call: Call) -> tuple[Any, ...]:
     names, sums = branches[0], None if sums[0] is None else torch.stack(sums).sum(0)
     lses = {name: joined([of[name][1] for of in branches], -1) for name in names}
     # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
-    outputs = {
-        name: joined([of[name][0] for of in branches])
-        for name in names
-        if name == SELECTED or spec.config.computes(name)
-    }
+    outputs = {name: joined([of[name][0] for of in branches]) for name in names if spec.config.computes(name)}
     return outputs, lses, joined(lists), joined(scores), sums
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nsa_layer.call import Call, Saved, accumulation_dtype, lse_shape
-from nsa_layer.config import BRANCHES
+from nsa_layer.call import LSES, Call, Saved, accumulation_dtype, lse_shape
 from nsa_layer.support import reads_unions
 
 Tensor, Shape = torch.Tensor, tuple[int, ...]
@@ -25,8 +24,7 @@ def saved_shapes(call: Call, *, kept: Sequence[bool], exact: bool = False) -> Sa
     if call.alone:
         return Saved(lse_slc=lse)
     tiles, blocks, n = _counts(call, exact=exact)
-    branches = zip(("lse_cmp", "lse_slc", "lse_swa"), BRANCHES)
-    found = {name: lse for name, branch in branches if config.computes(branch)}
+    found = {name: lse for branch, name in LSES.items() if config.computes(branch)}
     if call.gate != "none":
         found["g"] = ((*q.shape[:-1], len(config.branches)), exactly)
     if config.rule == "index" and call.block_indices is None and spec.backend != "cute":

@@ -45,6 +45,7 @@ def backward(
     dq: Tensor | None = None,
     window: slice | None = None,
     together: bool = True,
+    d_sums: None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the differentiable call, from what `forward.forward` gave.
 
@@ -54,6 +55,7 @@ def backward(
         window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
             as None.
         together: as in forward.
+        d_sums: None: the kernels have no loss of an index.
     """
     (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
     with compiling(call, plan, backward=True) if together else nullcontext():

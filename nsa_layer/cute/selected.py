@@ -111,7 +111,7 @@ def token_block_csr(call: Call, varlen: Varlen, block_indices: Tensor) -> KeyPai
 
 
 def _static(call: Call) -> dict:
-    """What unions and CSR depend on alike."""
+    """Arguments that the kernels of unions and of the token-block CSR share."""
     spec, config = call.spec, call.config
     q_offset = call.q_offset if spec.causal else None
     return dict(block_size=config.block_size, q_tile=config.q_tile, causal=spec.causal, q_offset=q_offset)

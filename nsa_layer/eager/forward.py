@@ -10,14 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from nsa_layer.call import (
-    Aux,
-    Call,
-    Saved,
-    accumulation_dtype,
-    equal_gates,
-    require_choice_by_token,
-)
+from nsa_layer.call import LSES, Aux, Call, Saved, accumulation_dtype, equal_gates, require_choice_by_token
 from nsa_layer.config import BRANCHES
 from nsa_layer.eager.chunk_attention import attend_chunks, visible_compressed, visible_window
 from nsa_layer.eager.index import free_mass, is_free, loss_sums
@@ -28,7 +21,6 @@ from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
 
 Tensor = torch.Tensor
-LSES = ("lse_cmp", "lse_slc", "lse_swa")
 
 
 @torch.no_grad()
@@ -51,15 +43,15 @@ def forward(call: Call, *, plan: object = None, backward: bool = True, o: Tensor
     results = [_forward_batch(batch, width, *offsets) for batch, *offsets in batches(call)]
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-        if parts[0] is None or parts[0].dim() == 1:
+        if parts[0] is None:
             return None
         parts = parts if spec.lengths is None else [x.squeeze(0) for x in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    saved = Saved(*map(joined, zip(*(saved for _, saved in results))))
-    lses = {name: lse.mT.contiguous() for name in LSES if (lse := getattr(saved, name)) is not None}
     sums = [saved.index_sums for _, saved in results]
     sums = None if sums[0] is None else torch.stack(sums).sum(0)
+    saved = Saved(*map(joined, zip(*(saved._replace(index_sums=None) for _, saved in results))))
+    lses = {name: lse.mT.contiguous() for name in LSES.values() if (lse := getattr(saved, name)) is not None}
     return joined([o for o, _ in results]), saved._replace(**lses, index_sums=sums)
 
 
@@ -130,8 +122,8 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
 def index_loss(batch: Call, lists: Tensor, lse_slc: Tensor, q_offset: int) -> dict[str, Tensor]:
     """Fields of `Saved` for the index' loss, of which `index_sums` are those of the batch."""
     (q, k), (q_index, k_index), spec = map(to_compute_dtype, batch[:2]), batch.index, batch.spec
-    mass, tokens = free_mass(q, k, q_index, k_index, lists, lse_slc, spec=spec, q_offset=q_offset)
     free = is_free(lists, torch.arange(q.shape[1], device=q.device)[:, None] + q_offset, spec.config)
+    mass, tokens = free_mass(q, k, q_index, k_index, lists, lse_slc, free, spec=spec, q_offset=q_offset)
     sums = torch.stack(loss_sums(q_index, k_index, mass, tokens, free, spec.index_scale))
     return dict(index_mass=mass, index_tokens=tokens.int(), index_sums=sums)
 

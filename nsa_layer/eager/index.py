@@ -48,24 +48,25 @@ def free_mass(
     k_index: Tensor,
     lists: Tensor,
     lse: Tensor,
+    free: Tensor,
     *,
     spec: CallSpec,
     q_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """What the index' loss is made of.
+    """The selected branch's probabilities in free blocks, and the blocks' best tokens, for the index' loss.
 
     Args:
         q: [B, T, Hq, D]; k: [B, S, Hkv, D].
         q_index: [B, T, Hs, Di]; k_index: [B, S, Hs or 1, Di].
         lists: int32 [B, T, Hs, n], ascending, then -1, as they were chosen.
         lse: [B, T, Hq], of the selected branch.
+        free: of `is_free`.
 
     Returns:
         m [B, T, Hs, n] in the accumulation dtype: the selected branch's probability in each free block, the mean over
         the list's query heads, 0 elsewhere; and int64 [B, T, Hs, n], the token of the block with the largest score.
     """
     (B, S), Hs, size = k.shape[:2], lists.shape[2], min(spec.config.block_size, k.shape[1])
-    t = torch.arange(q.shape[1], device=q.device) + q_offset
     q, q_index, lse = (by_head(x, Hs) for x in (q, q_index, lse))
     k, k_index = (blocks_of(x, Hs, size) for x in (k, k_index))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -81,7 +82,6 @@ def free_mass(
     order = torch.arange(lists.shape[-1], device=lists.device) + (lists < 0).sum(-1, keepdim=True)
     order %= lists.shape[-1]
     mass, best = (by_token(x.unsqueeze(2), B).gather(-1, order) for x in (mass, best))
-    free = is_free(lists, t[:, None], spec.config)
     return mass.masked_fill_(~free, 0), best.add_(lists.clamp(min=0) * spec.config.block_size)
 
 

@@ -11,9 +11,9 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.nn.functional import pad
 
 from nsa_layer import derivatives, support
-from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, CallSpec, Saved
+from nsa_layer.call import DIFFERENTIABLE, LSES, TENSORS, Aux, Call, CallSpec, Saved
 from nsa_layer.checks import check_lists_of, check_positions, lengths_known, starts_of_lengths, with_lengths
-from nsa_layer.config import BRANCHES, ListConfig, NSAConfig
+from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
 from nsa_layer.saved_shapes import exact_saved, saved_shapes, with_capacity
@@ -27,7 +27,6 @@ CONFIG = (
 )
 NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
 OF_CONFIG = NAMES.index("causal")
-SHORT = dict(zip(("cmp", "slc", "swa"), BRANCHES))
 INPUTS, COUNT, FIELDS = len(TENSORS), len(DIFFERENTIABLE), len(Saved._fields)
 
 
@@ -80,7 +79,7 @@ def _aux(saved: Saved, call: Call) -> Aux:
             width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or call.q.shape[-3])
             lists = lists.narrow(-3, 0, rows)[..., :width]
     absent = [] if call.gate != "none" else ["g"]
-    absent += [f"lse_{short}" for short, name in SHORT.items() if not config.computes(name)]
+    absent += [name for branch, name in LSES.items() if not config.computes(branch)]
     absent += [] if config.rule == "index" else ["index_scores"]
     return saved._replace(block_indices=lists, **dict.fromkeys(absent)).aux(call)
 
@@ -209,8 +208,8 @@ def _attend_backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Ten
     with torch.cuda.device_of(do):
         call = exact_rows(_call((*inputs, of_q, block_indices, q_offset, of_k), static, bound))
         saved, plan = exact_saved(saved, call, kept=kept), plan_of(call, heads, budget, kept, True)
-        more = dict(d_sums=d_sums) if call.spec.index_loss and d_sums is not None else {}
-        grads = support.pages(call.spec.backend).backward(call, saved, do, plan=plan, o=o, **more)
+        of_loss = d_sums if call.spec.index_loss else None
+        grads = support.pages(call.spec.backend).backward(call, saved, do, plan=plan, o=o, d_sums=of_loss)
     wanted = (d if need else None for d, need in zip(grads, needs, strict=True))
     return tuple([None if d is None else _promised(d, x) for d, x in zip(wanted, inputs, strict=True)])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.call import DIFFERENTIABLE, OWN_KEYS, Aux, Call, CallSpec
+from nsa_layer.call import DIFFERENTIABLE, OWN_KEYS, Aux, Call, CallSpec, loss_of_sums
 from nsa_layer.config import NSAConfig
 from nsa_tools.testing.pasteable import Pasteable
 
@@ -185,7 +185,7 @@ def run(backend: Backend, inputs: Inputs, block_indices: torch.Tensor | None = N
         o, aux, *loss = nsa(**tensors, **static, return_index_loss=case.index_dim > 0 and case.index_loss, **options)
     else:
         o, aux, *sums = backend(Call(**tensors, spec=case.spec), **options)
-        loss = [(s[0] / s[1].masked_fill(s[1] == 0, 1).detach()) for s in sums if s is not None]
+        loss = [loss_of_sums(x) for x in sums if x is not None]
     if (
         case.lengths is not None and block_indices is None and aux.block_indices is not None
     ):  # without the capacity for other lengths

@@ -67,12 +67,8 @@ def by_definition(case: IndexCase, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
     lists = reference.select_blocks(chosen, config=config, width=config.list_width(S))
     visible = reference.selected_mask(lists, T, config=config, causal=True, q_offset=case.q_offset, S=S)
     _, lse = reference.attention(q, k, k, visible, softmax_scale=0.5)
-    p = torch.einsum("thd,shd->hts", q, k.repeat_interleave(case.G, 1)) * 0.5 - lse.unsqueeze(-1)
-    p = p.exp().masked_fill(~visible.repeat_interleave(case.G, 0), 0)
-    N = config.num_blocks(S)
-    mass = torch.nn.functional.pad(p, (0, N * config.block_size - S)).unflatten(-1, (N, -1)).sum(-1)
-    mass = mass.unflatten(0, (case.Hs, case.G)).mean(1).transpose(0, 1)
-    listed = (lists.unsqueeze(-1) == torch.arange(N)).any(-2)
+    mass = reference.block_mass(q, k, visible, lse, case.Hs, config=config, softmax_scale=0.5)
+    listed = (lists.unsqueeze(-1) == torch.arange(mass.shape[-1])).any(-2)
     return lists, best, lse, *reference.index_loss_sums(scores, mass, listed & ~chosen.forced)
 
 
@@ -80,9 +76,10 @@ def in_pytorch(case: IndexCase, inputs: tuple[Tensor, ...], lists: Tensor, lse: 
     """m and best tokens, free blocks, and what the loss is made of, as a batch of one."""
     q, k, q_index, k_index = (x.detach()[None] for x in inputs)
     of_call = dict(spec=CallSpec(case.config, True, 0.5), q_offset=case.q_offset)
-    mass, best = index.free_mass(q, k, q_index, k_index, lists[None], lse.mT[None].contiguous(), **of_call)
     t = torch.arange(case.T) + case.q_offset
-    return mass, best, index.is_free(lists[None], t[:, None], case.config), q_index, k_index
+    free = index.is_free(lists[None], t[:, None], case.config)
+    mass, best = index.free_mass(q, k, q_index, k_index, lists[None], lse.mT[None].contiguous(), free, **of_call)
+    return mass, best, free, q_index, k_index
 
 
 @by_case

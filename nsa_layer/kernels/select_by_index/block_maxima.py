@@ -113,7 +113,7 @@ class BlockMaxima:
 
     @cute.jit
     def maxima(self, products: Products) -> list[Int32]:
-        """Of this thread's columns of each block, for its two tokens: 2 * block + row."""
+        """Maxima of this thread's scores of each block and of its two tokens, at 2 * block + row."""
         spec, columns = self.spec, self.spec.block_size // QUAD
         bits = [
             [bits_of(products.score(row, block * columns + c)) for c in range(columns)]
@@ -150,7 +150,7 @@ class BlockMaxima:
 
 
 def largest(values: list[Int32]) -> Int32:
-    """Of signed integers; written so that three are compared at once."""
+    """The largest of signed integers; a chain, of which the compiler compares three at once."""
     top = values[0]
     for x in values[1:]:
         top = cutlass.max(top, x)

@@ -48,7 +48,7 @@ class IndexTopKSpec(TokenTopKSpec):
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
-        """Of a thread that multiplies, that keeps lists, that loads, in place of 128; None: as many each."""
+        """Registers of a thread that multiplies, keeps lists, loads; None: those of the launch, the same for all."""
         return (168, 144, 24) if self.groups > 1 else None
 
     @property
