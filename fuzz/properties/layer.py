@@ -96,7 +96,7 @@ def assert_forward_causal(case: Case, backend: Backend, t: int, device: torch.de
     is o, the LSEs, and the lists of the tiles that start at t or before."""
     inputs, other = make_inputs(case, device), make_inputs(replace(case, seed=case.seed + 1), device)
     changed = {}
-    for name in ("q", "k", "v", "gates", "k_win", "v_win"):
+    for name in ("q", "k", "v", "gates", "k_win", "v_win", "q_index", "k_index"):
         x = getattr(inputs, name)
         if x is not None:
             # Large, so that other blocks are chosen wherever later tokens have a say.

@@ -2,157 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layer_calls import deterministic
 
+from fuzz.properties.layer import assert_forward_causal
 from nsa_layer import ContextParallel, NSAConfig, NSAttention, nsa, nsa_with_kvcache, reference
-from nsa_layer.call import CallSpec
+from nsa_layer.call import Call, loss_of_sums
 from nsa_layer.config import BRANCHES
-from nsa_layer.eager import index, list_attention, select_blocks
+from nsa_layer.eager import list_attention, select_blocks
+from nsa_layer.eager.backward import backward
+from nsa_layer.eager.forward import forward
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class IndexCase:
-    """Queries of one sequence, the last T of S tokens."""
-
-    T: int
-    config: NSAConfig
-    S: int | None = None
-    Hs: int = 2
-    G: int = 2
-    Di: int = 4
-    one_key: bool = False
-
-    @property
-    def q_offset(self) -> int:
-        return (self.S or self.T) - self.T
-
-    def inputs(self, seed: int = 0) -> tuple[Tensor, ...]:
-        """q, k, q_index and k_index in fp64, of which the last two have gradients."""
-        torch.manual_seed(seed)
-        S, heads = self.S or self.T, 1 if self.one_key else self.Hs
-        q, k = torch.randn(self.T, self.Hs * self.G, 8).double(), torch.randn(S, self.Hs, 8).double()
-        q_index, k_index = torch.randn(self.T, self.Hs, self.Di).double(), torch.randn(S, heads, self.Di).double()
-        return q, k, q_index.requires_grad_(), k_index.requires_grad_()
-
-
-CASES = {
-    "forced": IndexCase(200, NSAConfig(block_size=16, block_counts=6), G=3),
-    "nothing forced, one key": IndexCase(
-        77, NSAConfig(block_size=16, block_counts=4, init_blocks=0, local_blocks=0), Hs=3, one_key=True
-    ),
-    "first alone": IndexCase(90, NSAConfig(block_size=8, block_counts=4, init_blocks=2, local_blocks=0)),
-    "all blocks listed": IndexCase(130, NSAConfig(block_size=32, block_counts=9, local_blocks=1), one_key=True),
-    "all listed are forced": IndexCase(64, NSAConfig(block_size=16, block_counts=3), G=1),
-    "last queries": IndexCase(37, NSAConfig(block_size=16, block_counts=5), S=150),
-    "shorter than a block": IndexCase(5, NSAConfig(block_size=16, block_counts=5)),
-}
-by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-def by_definition(case: IndexCase, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Lists [T, Hs, n], best tokens of all blocks, LSE [Hq, T], numerator and denominator of the loss."""
-    (q, k, q_index, k_index), config, (S, T) = inputs, case.config, (case.S or case.T, case.T)
-    static = dict(config=config, softmax_scale=case.Di**-0.5, q_offset=case.q_offset)
-    scores, best = reference.index_scores(q_index, k_index, **static)
-    chosen = reference.index_selection(q_index, k_index, **static)
-    lists = reference.select_blocks(chosen, config=config, width=config.list_width(S))
-    visible = reference.selected_mask(lists, T, config=config, causal=True, q_offset=case.q_offset, S=S)
-    _, lse = reference.attention(q, k, k, visible, softmax_scale=0.5)
-    mass = reference.block_mass(q, k, visible, lse, case.Hs, config=config, softmax_scale=0.5)
-    listed = (lists.unsqueeze(-1) == torch.arange(mass.shape[-1])).any(-2)
-    return lists, best, lse, *reference.index_loss_sums(scores, mass, listed & ~chosen.forced)
-
-
-def in_pytorch(case: IndexCase, inputs: tuple[Tensor, ...], lists: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """m and best tokens, free blocks, and what the loss is made of, as a batch of one."""
-    q, k, q_index, k_index = (x.detach()[None] for x in inputs)
-    of_call = dict(spec=CallSpec(case.config, True, 0.5), q_offset=case.q_offset)
-    t = torch.arange(case.T) + case.q_offset
-    free = index.is_free(lists[None], t[:, None], case.config)
-    mass, best = index.free_mass(q, k, q_index, k_index, lists[None], lse.mT[None].contiguous(), free, **of_call)
-    return mass, best, free, q_index, k_index
-
-
-@by_case
-def test_scores_are_those_of_the_definition(case: IndexCase) -> None:
-    _, _, q_index, k_index = (x.detach() for x in case.inputs())
-    t = torch.arange(case.T) + case.q_offset
-    static = dict(config=case.config, scale=case.Di**-0.5)
-    scores = index.score_blocks(q_index.transpose(0, 1)[None], k_index.permute(1, 2, 0)[None], t, **static)
-    static = dict(config=case.config, softmax_scale=case.Di**-0.5, q_offset=case.q_offset)
-    expected = reference.index_selection(q_index, k_index, **static)
-    torch.testing.assert_close(scores[0].transpose(0, 1), expected.values.masked_fill(~expected.candidates, -torch.inf))
-
-
-@by_case
-def test_loss_and_gradients_are_those_of_the_definition(case: IndexCase) -> None:
-    inputs = case.inputs()
-    lists, best, lse, *sums = by_definition(case, inputs)
-    mass, tokens, free, q_index, k_index = in_pytorch(case, inputs, lists, lse)
-    of_lists = best.gather(-1, lists.clamp(min=0).long())
-    assert tokens[0].where(free[0], 0).equal(of_lists.where(free[0], 0))
-    scale = case.Di**-0.5
-    torch.testing.assert_close(index.loss_sums(q_index, k_index, mass, tokens, free, scale), tuple(sums))
-    d = torch.tensor(0.7).double()
-    expected = torch.autograd.grad(sums[0], inputs[2:], d)
-    found = index.loss_backward(d, q_index, k_index, mass, tokens, free, scale)
-    torch.testing.assert_close(tuple(x[0] for x in found), expected)
-    assert bool(free.any()) == bool(sums[1] > 0) == any(bool(x.any()) for x in expected)
-
-
-def test_gradients_of_the_definition() -> None:
-    """By differences, with m a constant, which is what the loss says."""
-    case = IndexCase(24, NSAConfig(block_size=4, block_counts=5))
-    q, k, q_index, k_index = case.inputs()
-    lists, *_ = by_definition(case, (q, k, q_index, k_index))
-    listed = (lists.unsqueeze(-1) == torch.arange(6)).any(-2)
-    mass = torch.rand(24, 2, 6).double()
-
-    def numerator(q_index: Tensor, k_index: Tensor) -> Tensor:
-        scores, _ = reference.index_scores(q_index, k_index, config=case.config, softmax_scale=0.5)
-        return reference.index_loss_sums(scores, mass, listed)[0]
-
-    assert torch.autograd.gradcheck(numerator, (q_index, k_index))
-
-
-def test_a_tie_goes_to_the_first_token_and_the_smaller_block() -> None:
-    case = IndexCase(64, NSAConfig(block_size=8, block_counts=3, init_blocks=0, local_blocks=1), one_key=True)
-    q, k, q_index, k_index = case.inputs()
-    inputs = q, k, torch.ones_like(q_index), torch.ones_like(k_index)
-    lists, best, lse, *_ = by_definition(case, inputs)
-    assert lists[63, 0].tolist() == [0, 1, 7] and best[63, 0].tolist() == list(range(0, 64, 8))
-    mass, tokens, free, *_ = in_pytorch(case, inputs, lists, lse)
-    assert tokens[0, 63, 0].tolist() == [0, 8, 56] and free[0, 63, 0].tolist() == [True, True, False]
-
-
-def test_later_tokens_change_nothing() -> None:
-    """No bit of earlier scores, m, or gradients of earlier rows of the loss."""
-    case = CASES["forced"]
-    inputs = case.inputs()
-    later = tuple(torch.cat([x[:100], x[100:] * 7 + 1]).detach().requires_grad_() for x in inputs)
-    found = []
-    for of in (inputs, later):
-        lists, _, lse, *_ = by_definition(case, of)
-        mass, tokens, free, q_index, k_index = in_pytorch(case, of, lists, lse)
-        early = torch.arange(case.T)[:, None, None] < 100
-        mass = mass * early
-        dq, dk = index.loss_backward(torch.tensor(1.0).double(), q_index, k_index, mass, tokens, free & early, 0.5)
-        assert not dk[:, 100:].any() and not dq[:, 100:].any()
-        found.append((lists[:100], mass[:, :100], dq[:, :100], dk[:, :100]))
-    assert all(torch.equal(a, b) for a, b in zip(*found))
-
-
 INDEX = NSAConfig(rule="index", branches=("selected",), block_size=16, block_counts=5, window_size=24)
-SELECTED = ("selected",)
 UNFORCED = INDEX.replace(init_blocks=0, local_blocks=0, branches=("selected", "window"))
 OPERATOR = {
     "selected": Case(B=2, T=130, config=INDEX, gate="none", index_dim=8),
@@ -163,6 +31,8 @@ OPERATOR = {
     "integers": Case(T=150, config=UNFORCED, gate="given", index_dim=4, integers=True),
     "all blocks": Case(T=100, config=INDEX.replace(block_counts=128), gate="none", index_dim=4, dtype=torch.float16),
     "a token": Case(B=3, T=1, config=INDEX, index_dim=2),
+    "all listed are forced": Case(T=64, config=INDEX.replace(block_counts=3), index_dim=4),
+    "the first alone are forced": Case(T=90, config=INDEX.replace(init_blocks=2, local_blocks=0), index_dim=4),
     **{
         " and ".join(branches): Case(lengths=(7, 90), config=NSAConfig(block_size=16, window_size=9, branches=branches))
         for branches in (("compressed",), ("window",), ("compressed", "selected"), ("compressed", "window"))
@@ -181,6 +51,55 @@ def test_the_operator_is_that_of_the_definition(name: str) -> None:
     if case.index_dim:
         assert result.aux.index_scores.shape == result.aux.block_indices.shape
         assert result.aux.index_scores.isneginf().equal(result.aux.block_indices < 0)
+
+
+def test_the_last_queries_of_longer_keys() -> None:
+    """They choose, and sum the loss, as the definition's do."""
+    inputs = make_inputs(OPERATOR["selected, gates"])
+    last = {name: getattr(inputs, name)[:, 93:] for name in ("q", "gates", "q_index")}
+    leaves = {name: x.clone().requires_grad_() for name, x in (inputs.tensors() | last).items()}
+    call = Call(**leaves, q_offset=torch.tensor([93]), spec=inputs.case.spec)
+    o, aux, sums = reference.attend_with_loss(call)
+    do, d = inputs.do[:, 93:], torch.tensor([1.0, 0.0]).double()
+    want = (
+        o,
+        aux.block_indices,
+        aux.index_scores,
+        *sums,
+        *torch.autograd.grad([o, sums], list(leaves.values()), [do, d]),
+    )
+    with torch.no_grad():
+        o, saved = forward(call)
+        grads = [x for x in backward(call, saved, do, d_sums=d) if x is not None]
+    torch.testing.assert_close((o, saved.block_indices, saved.index_scores, *saved.index_sums, *grads), want)
+
+
+def test_gradients_of_the_definition() -> None:
+    """By differences; the loss takes the selected branch's probabilities for constants."""
+    inputs = make_inputs(Case(T=24, config=INDEX.replace(block_size=4), index_dim=4, dtype=torch.float64))
+    given = inputs.tensors() | dict(block_indices=run("reference", inputs).aux.block_indices)
+
+    def loss(q_index: Tensor, k_index: Tensor) -> Tensor:
+        call = Call(**given | dict(q_index=q_index, k_index=k_index), spec=inputs.case.spec)
+        return loss_of_sums(reference.attend_with_loss(call)[2])
+
+    assert torch.autograd.gradcheck(loss, [given[name].requires_grad_() for name in ("q_index", "k_index")])
+
+
+def test_a_tie_goes_to_the_first_token_and_the_smaller_block() -> None:
+    config = INDEX.replace(block_size=8, block_counts=3, init_blocks=0, local_blocks=1)
+    inputs = make_inputs(Case(T=64, config=config, gate="none", index_dim=4))
+    alike = {name: torch.ones_like(getattr(inputs, name)) for name in ("q_index", "k_index")}
+    call = Call(**inputs.tensors() | alike, spec=inputs.case.spec)
+    saved, of_definition = forward(call)[1], reference.attend(call)[1].block_indices
+    assert saved.block_indices[0, 63, 0].tolist() == of_definition[0, 63, 0].tolist() == [0, 1, 7]
+    _, best = reference.index_scores(*(x[0] for x in alike.values()), config=config, softmax_scale=0.5)
+    assert saved.index_tokens[0, 63, 0].tolist() == [0, 8, 56] == best[63, 0, [0, 1, 7]].tolist()
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_later_tokens_change_nothing(backend: str) -> None:
+    assert_forward_causal(OPERATOR["all branches"], backend, 77)
 
 
 def test_chunks_of_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
