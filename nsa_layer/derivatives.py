@@ -72,31 +72,6 @@ def first_derivatives(compute: Callable[..., tuple], *args: Any) -> tuple:
         return compute(*args)
 
 
-class _Product(ReverseMode):
-    """a @ b; the derivatives, of any order, are computed without autocast."""
-
-    @staticmethod
-    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a @ b
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        (a, b), (of_a, of_b) = ctx.saved_tensors, ctx.needs_input_grad
-        with autocast.off(d.device):
-            return product(d, b.mT) if of_a else None, product(a.mT, d) if of_b else None
-
-
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[H, M, K] @ [H, K, N], which a backward under autocast does not round to half precision."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return a @ b
-    return _Product.apply(a, b)
-
-
 def refuse_transforms(*tensors: Any) -> None:
     """Raise NotImplementedError where vmap or forward mode acts on one of the tensors."""
     if not is_transformed():
@@ -107,17 +82,9 @@ def refuse_transforms(*tensors: Any) -> None:
             transform = transforms.get(functorch.maybe_get_level(x))
             if transform == functorch.TransformType.Vmap:
                 raise NotImplementedError(VMAP)
-            if transform == functorch.TransformType.Jvp or forward_ad.unpack_dual(x).tangent is not None:
+            if forward_ad.unpack_dual(x).tangent is not None:
                 raise NotImplementedError(FORWARD_MODE)
             x = functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else None
-
-
-def refuse_tangents(*tensors: Any) -> None:
-    """Raise NotImplementedError where one of the tensors has a tangent of forward mode, also one of `torch.func`."""
-    if forward_ad._current_level < 0:
-        return
-    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(FORWARD_MODE)
 
 
 def apply_here(function: type[torch.autograd.Function], compute: Callable[..., tuple], *args: Any) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer.derivatives import product
-
 
 def project(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """``x[..., h, :] @ weight[h]`` in x's dtype: one batched product of views, nothing is copied.
@@ -19,7 +17,7 @@ def project(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """
     if weight is None:
         return x
-    return _rows_first(product(_heads_first(x), weight.to(x.dtype)), x)
+    return _rows_first(torch.bmm(_heads_first(x), weight.to(x.dtype)), x)
 
 
 def project_backward(

@@ -23,7 +23,7 @@ from nsa_layer.context_parallel.transport import CP, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.layer import CONFIG, as_output, reads_output, static_arguments
-from nsa_layer.operators.registration import OPS, dispatcher_sees, refuse_derivatives, register
+from nsa_layer.operators.registration import OPS, differentiate, dispatcher_sees, register
 from nsa_layer.saved_shapes import with_capacity
 
 Tensor = torch.Tensor
@@ -179,6 +179,6 @@ def _run_backward_fake(do: Tensor, tensors: list[Tensor | None], *_: Any) -> lis
 
 
 STATIC = f"{CONFIG}, bool[] kept, bool backward, {CP}"
-refuse_derivatives(register(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake), _run)
+differentiate(register(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake), _run)
 schema = f"gather_backward(Tensor do, Tensor?[] tensors, Tensor?[] saved, {STATIC}) -> Tensor[]"
-refuse_derivatives(register(schema, _run_backward, _run_backward_fake), _run_backward)
+differentiate(register(schema, _run_backward, _run_backward_fake), _run_backward)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nsa_layer.context_parallel.layout import Ranges, ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.chunked import sum_rounded
-from nsa_layer.operators.registration import OPS, refuse_derivatives, register
+from nsa_layer.operators.registration import OPS, differentiate, register
 
 Tensor = torch.Tensor
 Addends = list[tuple[slice, Tensor]]  # rows of a sum, and what is to be added there
@@ -214,7 +214,7 @@ def _exchange_fake(xs: list[Tensor], way: str, counts: list[int], ends: list[int
 
 
 _schema = f"exchange(Tensor[] xs, str way, SymInt[] counts, SymInt[] ends, {CP}) -> Tensor[]"
-refuse_derivatives(register(_schema, _exchange, _exchange_fake), _exchange)
+differentiate(register(_schema, _exchange, _exchange_fake), _exchange)
 
 
 # One place for messages to be launched, which benchmarks replace.

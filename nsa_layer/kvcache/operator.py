@@ -13,7 +13,7 @@ from nsa_layer.cached_call import with_query_lengths
 from nsa_layer.call import CACHES, TENSORS, Call, KVCache, accumulation_dtype, lse_shape
 from nsa_layer.operators import CONFIG, static_arguments
 from nsa_layer.operators.layer import NAMES, static_spec
-from nsa_layer.operators.registration import OPS, define, differentiate, needs_dispatcher, refuse_derivatives, register
+from nsa_layer.operators.registration import OPS, define, differentiate, needs_dispatcher, register
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
@@ -90,7 +90,7 @@ def _schema() -> str:
     return f"with_kvcache({', '.join(tensors)}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-refuse_derivatives(register(_schema(), _compute, _fake), _compute)
+differentiate(register(_schema(), _compute, _fake), _compute)
 
 
 class _WithoutGradient(derivatives.ReverseMode):

@@ -65,27 +65,22 @@ def define(
 
 
 def differentiate(
-    op: torch._ops.OpOverload, compute: Callable[..., tuple[Tensor, ...]], function: type[torch.autograd.Function]
+    op: torch._ops.OpOverload,
+    compute: Callable[..., tuple[Tensor, ...]],
+    function: type[torch.autograd.Function] | None = None,
 ) -> None:
-    """Let an operator have the derivatives of a function, whose first argument is what computes it."""
-
-    def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
-        derivatives.refuse_tangents(*args)
-        below = partial(_below_autograd, op, compute, keys)
-        return derivatives.apply_here(function, below, *args) if needs_grad(args) else below(*args)
-
-    LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
-
-
-def refuse_derivatives(op: torch._ops.OpOverload, compute: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Let an operator without derivatives of its own raise where it is asked for them."""
+    """Let an operator have the derivatives of a function, whose first argument is what computes it; None: none, so
+    that it raises where it is asked for them."""
 
     def autograd(keys: DispatchKeySet, *args: Any, **static: Any) -> tuple[Tensor, ...]:
         tensors = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]
-        derivatives.refuse_tangents(*tensors)
-        if needs_grad(tensors):
+        derivatives.refuse_transforms(*tensors)
+        below = partial(_below_autograd, op, compute, keys)
+        if not needs_grad(tensors):
+            return below(*args, **static)
+        if function is None:
             raise RuntimeError(f"{op.name()} has no derivatives of its own: call nsa")
-        return _below_autograd(op, compute, keys, *args, **static)
+        return derivatives.apply_here(function, below, *args)
 
     LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
 
