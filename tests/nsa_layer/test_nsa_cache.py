@@ -110,6 +110,7 @@ LAYERS = [
     dict(gate="input", compression="mlp", config=OVERLAPPING),
     dict(kv_per_branch=True, compression="mlp", rope=RotaryEmbedding(8), head_dim_v=6),
     dict(kv_per_branch=True, compression="linear", config=OVERLAPPING),
+    dict(kv_per_branch=True, gate="input", config=SMALL.replace(window_size=0)),
 ]
 EXACT, ROUNDED = dict(rtol=1e-12, atol=1e-12), dict(rtol=0.02, atol=0.01)
 
@@ -147,7 +148,9 @@ def test_a_layer_appends(options: dict, paged: bool, packed: bool) -> None:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    own = dict(own_window=layer.kv_per_branch, own_sources=layer.kv_per_branch, head_dim_v=layer.head_dim_v)
+    own_window = layer.kv_per_branch and layer.config.window_size > 0
+    assert own_window or not any("win" in name for name in layer.branch_proj or ())
+    own = dict(own_window=own_window, own_sources=layer.kv_per_branch, head_dim_v=layer.head_dim_v)
     own |= dict(config=layer.config, page_size=16 if paged else None, dtype=torch.float64)
     x, calls = torch.randn(2, 40, 32, dtype=torch.float64), ((30, 21), (31, 21), (40, 40))
     calls = calls if packed else ((30, 30), (31, 31), (40, 40))

@@ -10,7 +10,7 @@ import torch
 
 from nsa_layer import NSAConfig, reference
 from nsa_layer.call import Call
-from nsa_tools.testing.cases import Case, make_inputs, run
+from nsa_tools.testing.cases import OWN_KEYS, Case, Inputs, make_inputs, run
 
 TINY = NSAConfig(block_size=4, block_counts=3, q_tile=8, window_size=5)
 
@@ -34,6 +34,19 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
     }
 
 
+def literal_rows(inputs: Inputs, name: str, kv: int) -> dict[str, torch.Tensor]:
+    """The rows of k or v that each branch reads: of a key/value head, their blocks' means, or the branch's own."""
+    x, config = getattr(inputs, name)[0, :, kv], inputs.case.config
+    compressed, in_window = (getattr(inputs, f"{name}_{branch}") for branch in ("cmp", "win"))
+    if compressed is None:
+        starts, weight = range(0, len(x) - config.span + 1, config.stride), getattr(inputs, f"compress_{name}_weight")
+        means = [x[s : s + config.span].sum(0) / config.span for s in starts]
+        compressed = torch.stack([mean @ weight[kv] for mean in means])
+    else:
+        compressed = compressed[0, :, kv]
+    return {"cmp": compressed, "slc": x, "swa": x if in_window is None else in_window[0, :, kv]}
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "config",
@@ -46,31 +59,29 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
         NSAConfig.seed(block_size=4, block_counts=3, q_tile=8, window_size=5),
         TINY.replace(compress_offset=-6, init_blocks=0, local_blocks=0),
         TINY.replace(window_size=1),
+        TINY.replace(window_size=0),
     ],
 )
-def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
+@pytest.mark.parametrize("own", [(), OWN_KEYS])
+def test_each_query_by_itself(own: tuple[str, ...], config: NSAConfig, causal: bool) -> None:
     case = Case(T=23, Hq=4, Hkv=2, D=3, Dv=2, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
+    case = replace(case, own_keys=own if config.window_size else own[:2])
     inputs = make_inputs(case)
     o, aux = reference.attend(Call(**inputs.tensors(), spec=case.spec))
-    size, stride = config.span, config.stride
     for h in range(case.Hq):
         kv = h // 2
-        k, v = inputs.k[0, :, kv], inputs.v[0, :, kv]
-        starts = range(0, case.T - size + 1, stride)
-        k_cmp = torch.stack([k[s : s + size].sum(0) / size @ inputs.compress_k_weight[kv] for s in starts])
-        v_cmp = torch.stack([v[s : s + size].sum(0) / size @ inputs.compress_v_weight[kv] for s in starts])
+        k, v = (literal_rows(inputs, name, kv) for name in "kv")
         for t in range(case.T):
             q = inputs.q[0, t, h]
             blocks = aux.block_indices[0, t // config.q_tile, h if config.rule == "seed" else kv]
             total = torch.zeros(case.Dv, dtype=torch.float64)
             for i, (branch, seen) in enumerate(literal_keys(case, blocks, t).items()):
-                keys, values = (k_cmp, v_cmp) if branch == "cmp" else (k, v)
-                weights = [math.exp(float(q @ keys[s]) * 3**-0.5) for s in seen]
+                weights = [math.exp(float(q @ k[branch][s]) * 3**-0.5) for s in seen]
                 lse = float(getattr(aux, f"lse_{branch}")[0, h, t])
                 assert lse == pytest.approx(math.log(sum(weights)) if seen else -math.inf, abs=1e-12)
                 gate = 1 / (1 + math.exp(-float(q @ inputs.gate_weight[h, i])))
                 for weight, s in zip(weights, seen, strict=True):
-                    total += gate * weight / sum(weights) * values[s]
+                    total += gate * weight / sum(weights) * v[branch][s]
             torch.testing.assert_close(o[0, t, h], total, rtol=1e-12, atol=1e-12)
 
 

@@ -32,7 +32,8 @@ def oracle_scores(inputs: Inputs, heads: range, first: int, last: int) -> dict[i
     elif case.causal and config.chooses_own:
         scores |= {j: 0.0 for j in range(first // size, last // size + 1)}
     for h in heads:
-        keys = k[:, h * case.Hkv // case.Hq]
+        kv = h * case.Hkv // case.Hq
+        keys, given = k[:, kv], None if inputs.k_cmp is None else inputs.k_cmp[0, :, kv].double()
         # A tile asks the key that lies wholly inside a block that is complete; a token every key that it sees.
         begins = range(0, case.T - config.span + 1, config.stride)
         if config.by_token:
@@ -40,7 +41,8 @@ def oracle_scores(inputs: Inputs, heads: range, first: int, last: int) -> dict[i
         else:
             begins = [j * size for j in scores if j * size + size - 1 <= complete_at or seed]
         query = q[asking.start : asking.stop, h].mean(0)
-        logits = [case.spec.softmax_scale * float(query @ keys[s : s + config.span].mean(0)) for s in begins]
+        compressed = [keys[s : s + config.span].mean(0) if given is None else given[s // config.stride] for s in begins]
+        logits = [case.spec.softmax_scale * float(query @ key) for key in compressed]
         total = math.fsum(map(math.exp, logits))
         for s, logit in zip(begins, logits):
             for t in range(s, s + config.span, config.stride) if config.by_token else (s,):
@@ -131,8 +133,9 @@ def test_softmax_scores(backend: str, config: NSAConfig) -> None:
 
     A short last block is listed only if forced.
     """
-    for T, G, causal in ((1, 1, True), (7, 1, False), (8, 3, True), (32, 1, False), (99, 3, True), (155, 3, False)):
-        case = Case(T=T, Hq=2 * G, Hkv=2, D=8, dtype=torch.float64, config=config, causal=causal)
+    sizes = [(1, 1, True), (7, 1, False), (8, 3, True), (32, 1, False), (99, 3, True), (155, 3, False)]
+    for T, G, causal, *own in (*sizes, (99, 3, True, "k_cmp")):
+        case = Case(T=T, Hq=2 * G, Hkv=2, D=8, dtype=torch.float64, config=config, causal=causal, own_keys=tuple(own))
         assert_oracle_choice(case, backend)
 
 
