@@ -27,10 +27,6 @@ def read(plain_kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return plain_kernels
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return plain_attention(q, k, v)[:2]
-
-
 def inputs(packed: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
     shape = (5, 2, 4) if packed else (1, 5, 2, 4)
@@ -90,7 +86,7 @@ def test_second_derivatives_of_every_kind(attend: Callable, derive: Callable) ->
 @EACH
 def test_first_derivatives_are_the_same_with_a_graph(attend: Callable) -> None:
     leaves = made_for(attend)
-    loss = attention(*leaves)[0].square().sum()
+    loss = plain_attention(*leaves)[0].square().sum()
     expected = torch.autograd.grad(loss, leaves)
     for create_graph in (False, True):
         got = torch.autograd.grad(attend(*leaves)[0].square().sum(), leaves, create_graph=create_graph)
@@ -114,7 +110,7 @@ def test_checkpointing_unpacks_once(attend: Callable, create_graph: bool) -> Non
     leaves = made_for(attend)
     o = checkpoint(lambda *tensors: attend(*tensors)[0], *leaves, use_reentrant=False)
     got = torch.autograd.grad(o.square().sum(), leaves, create_graph=create_graph)
-    torch.testing.assert_close(got, torch.autograd.grad(attention(*leaves)[0].square().sum(), leaves))
+    torch.testing.assert_close(got, torch.autograd.grad(plain_attention(*leaves)[0].square().sum(), leaves))
 
 
 def some_lists() -> Any:
@@ -148,8 +144,8 @@ def test_starts_that_are_overwritten(name: str) -> None:
 
 
 @EACH
-def test_backward_gets_the_lists_of_its_call(attend: Callable, read: list[dict[str, Any]]) -> None:
-    """It gets every field, also those that are no tensors, and beside other calls and aux tensors."""
+def test_kernels_get_the_lists_of_their_call(attend: Callable, read: list[dict[str, Any]]) -> None:
+    """Every field, also those that are no tensors, and beside other calls and aux tensors."""
     leaves, aux = made_for(attend), [torch.ones(3), torch.zeros(2)]
     lists = [some_lists()._replace(spt=bool(n % 2), passes=1) for n in range(4)]
     calls = [
@@ -157,12 +153,16 @@ def test_backward_gets_the_lists_of_its_call(attend: Callable, read: list[dict[s
         for n in (0, 2)
     ]
     calls.append(attend(*leaves, block_sparse_tensors=lists[1], causal=True)[0])
-    for o, forward, backward, aux_tensors in zip(
-        calls, (lists[0], lists[2], lists[1]), (lists[1], lists[3], None), (aux, aux, None), strict=True
+    for o, first, forward, backward, aux_tensors in zip(
+        calls, read[:3], (lists[0], lists[2], lists[1]), (lists[1], lists[3], None), (aux, aux, None), strict=True
     ):
         o.sum().backward()
         last = read[-1]
-        for got, given in ((last["block_sparse_tensors_fwd"], forward), (last["block_sparse_tensors"], backward)):
+        for got, given in (
+            (first["block_sparse_tensors"], forward),
+            (last["block_sparse_tensors_fwd"], forward),
+            (last["block_sparse_tensors"], backward),
+        ):
             assert type(got) is type(given)
             assert given is None or all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(got, given))
         got = last["aux_tensors"]

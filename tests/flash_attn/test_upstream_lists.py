@@ -1,21 +1,15 @@
-"""Programs for upstream, with its open pull requests, and lists as its documentation has them: taken as they are.
+"""Lists as upstream, with its open pull requests, makes and documents them: taken as they are."""
 
-They know nothing of this repository: upstream's names and places of import, its packed lists (a row has room for each
-block of its sequence), and its function for the order of deterministic adds, called by position.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, count, product
-from types import SimpleNamespace
+from itertools import count, product
 from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, compile_backward, compile_forward, noted
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from fa_compile import Worker, compile_backward, compile_forward
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuzz.attention_lists import backward_lists, forward_lists
 from fuzz.case import Attention as Case
@@ -206,130 +200,3 @@ def test_options_of_compute_block_sparsity(compiler: Worker, form: Form, options
     cnt, idx, full_cnt, full_idx = compiler.trace(with_options, form, options, mask)
     assert cnt[0] == idx[0] == form.heads and len(cnt) == len(idx) == 2
     assert (full_cnt, full_idx) == ((None, None) if "compute_full_blocks" in options else (cnt, idx))
-
-
-# Whole programs.
-LENGTHS = ((300, 300), (1, 129), (700, 640), (257, 900))
-TOKENS = [sum(side) for side in zip(*LENGTHS)]
-HEADS = (6, 2)  # a group that no other test compiles, so that these are not in a worker's cache
-
-
-def before(numbers: Any) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(numbers)], dtype=torch.int32, device="cuda")
-
-
-def packed_lists(block: tuple[int, int]) -> dict[str, Any]:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    sizes = [[-(-length // size) for length in side] for side, size in zip(zip(*LENGTHS), block)]
-    cells = [m * n for m, n in zip(*sizes, strict=True)]
-    names = dict(block_sparse_tensors="cu_total_m_blocks", block_sparse_tensors_bwd="cu_total_n_blocks")
-    return {
-        argument: BlockSparseTensorsTorch(
-            *(ints(HEADS[0], sum(of)) for of in (rows, cells) * 2),
-            block_size=block, cu_block_idx_offsets=before(cells), **{name: before(rows)},
-        )
-        for (argument, name), rows in zip(names.items(), sizes)
-    }  # fmt: skip
-
-
-def packed_ordered_lists(block: tuple[int, int]) -> dict[str, Any]:
-    """The same with an order of deterministic adds, in a call that one pass alone can do."""
-    given = packed_lists(block)
-    lists = given["block_sparse_tensors_bwd"]
-    orders = map(torch.empty_like, (lists.mask_block_idx, lists.full_block_idx))
-    lists = lists._replace(**dict(zip(("dq_write_order", "dq_write_order_full"), orders)), spt=True)
-    return given | dict(block_sparse_tensors_bwd=lists, deterministic=True, softcap=20.0)
-
-
-def ordered_lists(block: tuple[int, int]) -> dict[str, Any]:
-    """Padded lists for deterministic backward; every sequence lists every block of the longest."""
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
-
-    def every(rows: int, columns: int) -> list[torch.Tensor]:
-        shape = len(LENGTHS), HEADS[0], rows
-        idx = torch.arange(columns, dtype=torch.int32).repeat(*shape, 1)
-        cnt = torch.full(shape, columns, dtype=torch.int32)
-        return [cnt, idx, torch.zeros_like(cnt), torch.zeros_like(idx)]
-
-    M, N = (-(-max(side) // size) for side, size in zip(zip(*LENGTHS), block))
-    with unset_fake_temporarily():
-        forward, backward = every(M, N), every(N, M)
-        orders = compute_dq_write_order(*forward, *backward, True)
-    forward, backward, (order, order_full) = ([ints(*t.shape) for t in of] for of in (forward, backward, orders))
-    more = dict(dq_write_order=order, dq_write_order_full=order_full, spt=True)
-    return dict(
-        block_sparse_tensors=BlockSparseTensorsTorch(*forward, block_size=block),
-        block_sparse_tensors_bwd=BlockSparseTensorsTorch(*backward, block_size=block, **more),
-        deterministic=True,
-    )
-
-
-class Context:
-    """Autograd's context for a function: PyTorch without CUDA has no autograd of tensors on a GPU."""
-
-    needs_input_grad = (True,) * 64
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        assert value is False
-
-    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
-
-
-@contextmanager
-def without_autograd(name: str) -> Iterator[Callable[..., tuple]]:
-    """In the body an autograd function of the interface is its forward alone; its backward for that call is given."""
-    from flash_attn.cute import interface
-
-    function, context = getattr(interface, name), Context()
-
-    def apply(*args: Any) -> Any:
-        with torch.no_grad():
-            return function.forward(context, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface, name, SimpleNamespace(apply=apply))
-        yield torch.no_grad()(partial(function.backward, context))
-
-
-def dimensions(row: Any, tensor: Any, full: bool = False) -> int:
-    return len(tensor.shape)
-
-
-def run_program(lists: Callable[..., Any], D: int, block: tuple[int, int]) -> tuple[list[tuple], list[set[int]]]:
-    """Shapes and types of q's, k's and v's gradients, and the dimensions of the index lists that both kernels loop."""
-    from flash_attn.cute import flash_attn_varlen_func
-    from flash_attn.cute.lists.rows import ListRow
-
-    q, k, v = (
-        torch.empty(TOKENS[side], HEADS[side], D, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        for side in (0, 1, 1)
-    )
-    given = {f"cu_seqlens_{name}": before(of) for name, of in zip("qk", zip(*LENGTHS))}
-    given |= {f"max_seqlen_{name}": max(of) for name, of in zip("qk", zip(*LENGTHS))}
-    with without_autograd("FlashAttnVarlenFunc") as derive, noted(ListRow, "entries", dimensions) as forwards:
-        out, lse = flash_attn_varlen_func(q, k, v, causal=True, **given, **lists(block))
-    with noted(ListRow, "entries", dimensions) as backwards:
-        gradients = derive(torch.empty_like(out), None)[:3]
-    return [(tuple(t.shape), t.dtype) for t in gradients], [set(forwards), set(backwards)]
-
-
-# Packed rows are found as ragged ones, padded ones as they are; SM90 takes packed lists in order in one pass.
-PROGRAMS = [(packed_lists, 64, 1), (ordered_lists, 128, 4), (packed_ordered_lists, 128, 1)]
-
-
-@pytest.mark.parametrize(("lists", "D", "dimensions"), PROGRAMS)
-def test_programs_compile_as_they_are(
-    compiler_sm90: Worker, lists: Callable[..., Any], D: int, dimensions: int
-) -> None:
-    gradients, visited = compiler_sm90.trace(run_program, lists, D, (128, 128))
-    assert gradients == [((TOKENS[side], HEADS[side], D), torch.bfloat16) for side in (0, 1, 1)]
-    assert visited == [{dimensions}] * 2
-
-
-def test_one_pass_follows_the_order(compiler_sm100: Worker) -> None:
-    _, visited = compiler_sm100.trace(run_program, ordered_lists, 128, (256, 128))
-    assert visited == [{4}, {4}]
