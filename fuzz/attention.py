@@ -167,19 +167,23 @@ def both_lists(case: Attention, device: Any = "cuda") -> dict[str, Any]:
     return dict(zip(("block_sparse_tensors", "block_sparse_tensors_bwd"), lists))
 
 
+def attended(case: Attention, x: Inputs, **more: Any) -> Tensors:
+    """o, lse, dq, dk and dv of the public function, whose arguments `more` are, by autograd."""
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    o, lse = attend(case, x, leaves, **more)
+    return dict(zip(NAMES, (o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, x.do)), strict=True))
+
+
 def results(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
-    """o, lse, dq, dk and dv, in as many passes as autograd would take; backward again for each of `times`."""
+    """o, lse, dq, dk and dv, in as many passes as autograd would take, for each of `times`."""
     lists = both_lists(case, x.q.device)
     if case.autograd:
-        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-        o, lse = attend(case, x, leaves, **lists)
-        grads = [torch.autograd.grad(o, leaves, x.do, retain_graph=True) for _ in range(times)]
-    else:
-        forwards, backwards = lists.values() if lists else (None, None)
-        o, lse = forward(case, x, forwards)
-        passes = dict(block_sparse_tensors_fwd=forwards, passes=case.passes) if lists else {}
-        grads = [backward(case, x, o, lse, backwards, **passes)[:3] for _ in range(times)]
-    return [dict(zip(NAMES, (o.detach(), lse.detach(), *each))) for each in grads]
+        return [attended(case, x, **lists) for _ in range(times)]
+    forwards, backwards = lists.values() if lists else (None, None)
+    o, lse = forward(case, x, forwards)
+    passes = dict(block_sparse_tensors_fwd=forwards, passes=case.passes) if lists else {}
+    grads = [backward(case, x, o, lse, backwards, **passes)[:3] for _ in range(times)]
+    return [dict(zip(NAMES, (o, lse, *each))) for each in grads]
 
 
 def run(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
@@ -187,10 +191,8 @@ def run(case: Attention, x: Inputs, *, times: int = 1) -> list[Tensors]:
     if case.passes == 2 and torch.cuda.get_device_capability()[0] != 9:
         raise Skip
     unchanged = untouched({"q": x.q, "k": x.k, "v": x.v, "do": x.do})
-    with Guarded("cuda") as guard:
+    with Guarded("cuda"):
         found = results(case, x, times=times)
-        torch.cuda.synchronize()
-    guard.check()
     unchanged()
     return found
 

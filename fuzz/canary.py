@@ -21,7 +21,7 @@ ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 
 
 class Guarded(TorchDispatchMode):
-    """Guards what is allocated within, and lets the n-th allocation fail.
+    """Guards what is allocated within, checks it at the end, and lets the n-th allocation fail.
 
     Args:
         device: "cpu" or "cuda"; tensors elsewhere are left alone.
@@ -32,6 +32,13 @@ class Guarded(TorchDispatchMode):
         super().__init__()
         self.device, self.fail_at, self.count = device, fail_at, 0
         self._held: list[tuple[torch.Tensor, int, int, str]] = []
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None:
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            self.check()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

@@ -29,9 +29,8 @@ def unwritten(inputs: Inputs, backend: str, device: str) -> tuple[Result, Result
     """A call as it is, and one with NaN in all new memory and canaries around it; inputs stay as they are."""
     once = run(backend, inputs)
     unchanged = untouched(inputs.tensors("do", "cu_seqlens"))
-    with Guarded(device) as guard:
+    with Guarded(device):
         again = run(backend, inputs)
-    guard.check()
     unchanged()
     return once, again
 

@@ -18,6 +18,9 @@ KINDS = [
     replace(FIXED, D=192, Dv=128, Hkv=4, packed=((1, 1),), deterministic=True),
     replace(FIXED, D=256, pack_gqa=True),
     replace(FIXED, D=256, Hkv=4, packed=((1, 1),)),
+    replace(FIXED, Hkv=1),
+    replace(FIXED, Hkv=4),
+    replace(FIXED, D=64, Hkv=1),
 ]
 
 
@@ -31,11 +34,13 @@ def at_most_seen(T: int, factor: int, offset: int) -> int:
 
 
 def _fixed(kind: Case) -> Iterator[Case]:
-    """Keys below, at and above what is seen; tiles that no query sees; rows that see nothing."""
+    """Keys below, at and above what is seen; tiles that no query sees; rows that see nothing; edges of several tiles of
+    keys in one share of the queries."""
     edges = [
         (300, 1, 1), (513, 1, 31), (300, 1, -45), (300, 2, 0), (385, 3, 2), (1000, 3, -20), (513, 5, 4), (640, 7, 31),
         (1000, 16, 15), (1000, 16, 31), (777, 60, 59), (2100, 64, 63), (1025, 64, -100), (1500, 96, 0),
-        (2100, 1000, 999), (2100, 1024, -1024), (129, 3, 0), (127, 3, 5),
+        (2100, 1000, 999), (2100, 1024, -1024), (129, 3, 0), (127, 3, 5), (64, 2, 142),
+        (300, 16, 300), (2100, 2, -100), (2100, 16, 156), (2100, 64, 300),
     ]  # fmt: skip
     for T, factor, offset in edges:
         seen = at_most_seen(T, factor, offset)
@@ -45,6 +50,7 @@ def _fixed(kind: Case) -> Iterator[Case]:
     more = [(1, 5, 4, 0), (1, 5, 4, -9), (200, 50, 3, 200), (130, 400, 1, 200), (200, 300, 3, -3000)]
     for T_q, T_k, factor, offset in more:
         yield replace(kind, T_q=T_q, T_k=T_k, compress=(factor, offset))
+    yield replace(kind, B=1, T_q=4096, T_k=2000, compress=(2, 1))
 
 
 def _packed(kind: Case) -> Iterator[Case]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fa_compile import Worker, noted, only_hosts, swept
 
-from fuzz.attention import NAMES, Inputs, attend, backward, both_lists, forward, make_inputs, outputs
+from fuzz.attention import NAMES, attended, backward, both_lists, forward, make_inputs, outputs
 from fuzz.attention_lists import forward_lists
 from fuzz.case import Attention as Case
 from fuzz.kinds import PACKED as ONE_PACK
@@ -149,13 +149,6 @@ def test_loads_of_mla(
 # The numbers.
 
 
-def attended(case: Case, x: Inputs, **options: Any) -> dict[str, torch.Tensor]:
-    """Output, log-sum-exp and gradients of the public function."""
-    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-    o, lse = attend(case, x, leaves, **both_lists(case), **options)
-    return dict(zip(NAMES, (o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, x.do)), strict=True))
-
-
 def rows_of(case: Case, side: int) -> list[slice]:
     """The tokens of each sequence: queries, or keys."""
     ends = [sum(pair[side] for pair in case.packed[:at]) for at in range(len(case.packed) + 1)]
@@ -185,6 +178,7 @@ def test_tokens_that_are_not_used(case: Case) -> None:
             kept[side][rows.start : rows.start + n] = True
     options = dict(zip(("seqused_q", "seqused_k"), (torch.tensor(n, dtype=torch.int32, device="cuda") for n in used)))
     case = replace(case, deterministic=True, passes=2 if case.lists else None)
+    options |= both_lists(case)
     expected = attended(case, x, **options)
     for value in VALUES:
         spoilt = {

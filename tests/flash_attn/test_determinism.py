@@ -10,8 +10,12 @@ import pytest
 import torch
 from fa_catalogue import SM90
 from fa_compile import Worker, compile_backward, kernel_fields, noted, on_cpu, only_hosts, operations_around
+from fa_compress import KINDS as COMPRESSED
+from fa_compress import with_edges
 from fa_cubin import machine_code
 from fa_reference import assert_bits_repeat, assert_case
+from test_query_offset import KINDS as OFFSETS
+from test_query_offset import with_edges as with_offsets
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
@@ -126,12 +130,6 @@ def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
         prepare(lists, 90, True, seqlen_q=512, block_q=128, cu_seqlens_q=torch.tensor([0, 4, 9]).int())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", ORDERED, ids=str)
-def test_bits_repeat_beside_other_work(case: Case) -> None:
-    assert_bits_repeat(case, 100, beside_other_work=True)
-
-
 DENSE = [
     Case(D=128, T_q=1000, T_k=1000, causal=True, deterministic=True),
     Case(D=128, T_q=1500, T_k=1500, window=(300, 0), deterministic=True),
@@ -229,9 +227,17 @@ def test_products_overlap_beside_semaphores(compiler_sm90: Worker) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", DENSE, ids=str)
+@pytest.mark.parametrize("case", ORDERED + DENSE, ids=str)
 def test_bits_repeat(case: Case) -> None:
-    assert_bits_repeat(case, 30)
+    assert_bits_repeat(case, 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [kind for kind in COMPRESSED + OFFSETS if kind.deterministic], ids=str)
+def test_bits_repeat_at_edges(kind: Case) -> None:
+    """Of compressed-causal masking, and of queries with an offset."""
+    for case in with_edges(kind)[::3] if kind in COMPRESSED else [*with_offsets(kind)][:3]:
+        assert_bits_repeat(case, 3)
 
 
 SHORT = Case(D=64, T_q=100, T_k=700, lists="both", list_heads=4, deterministic=True)

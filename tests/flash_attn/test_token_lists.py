@@ -390,10 +390,8 @@ def test_autograd_and_list_tools_refuse_bits(launched: None, lists: BlockSparseT
 
 
 def assert_forward(case: TokenCase, x: Inputs, lists: Any, exact: Tensors, rough: Tensors) -> None:
-    with Guarded("cuda") as guard:
+    with Guarded("cuda"):
         o, lse = (by_union_kernel if mma.FORCED else attend)(case, x, lists)
-        torch.cuda.synchronize()
-    guard.check()
     assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
     some = ~exact["lse"].isneginf()
     assert lse.isneginf().equal(~some), f"{case!r}: lse is -inf in the wrong rows"
@@ -412,10 +410,8 @@ def assert_dq(case: TokenCase, x: Inputs, lists: Any, exact: Tensors, rough: Ten
     found = []
     for _ in range(2):
         found.append(before.clone() if case.add else torch.full_like(x.q, torch.nan))
-        with Guarded("cuda") as guard:
+        with Guarded("cuda"):
             dq_pass(case, x, rows, lists, dq=found[-1], **given)
-            torch.cuda.synchronize()
-        guard.check()
     dqs = (of["dq"] + before for of in (exact, rough))
     assert_close(f"dq of {case!r}", found[0], *dqs, rounded_sums(case, x))
     assert found[0].equal(found[1]), f"other bits: {case!r}"
