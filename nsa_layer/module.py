@@ -29,6 +29,7 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.host_constants import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.kvcache.nsa_cache import NSACache
+from nsa_layer.support import BACKENDS
 
 COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input", "linear")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -153,12 +154,9 @@ class NSAttention(Branches):
         require_one_of("compression", compression, COMPRESSIONS)
         require_one_of("gate", gate, GATES)
         require_bools(kv_per_branch=kv_per_branch)
+        require_one_of("backend", backend, (None, *BACKENDS))
         if rope is not None and not callable(rope):
             raise TypeError(f"rope must be callable or None, got {rope!r}")
-        if backend is not None and not isinstance(backend, str):
-            raise TypeError(f"backend must be a string or None, got {backend!r}")
-        if not isinstance(memory, MemoryPolicy):
-            raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
         self.dim, self.num_kv_heads, self.head_dim, self.head_dim_v = dim, num_kv_heads, D, Dv
         self.rope, self.backend, self.memory = rope, backend, memory
         self.compression, self.kv_per_branch, self.gate = compression, kv_per_branch, gate
@@ -272,11 +270,10 @@ class NSAttention(Branches):
         kv |= self.compress_weights() if inside else self._compressed(q, *sources, cu_seqlens)
         static = dict(config=self.config, causal=causal, backend=self.backend, memory=self.memory, cp=self.cp)
         packing = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_aux=return_aux)
-        attended = nsa(q, **gates, **kv, **static, **packing)
-        if not return_aux:
-            return self.o_proj(attended.flatten(-2))
-        o, aux = attended
-        return self.o_proj(o.flatten(-2)), aux
+        results = nsa(q, **gates, **kv, **static, **packing)
+        o, *aux = results if return_aux else (results,)
+        o = self.o_proj(o.flatten(-2))
+        return (o, *aux) if return_aux else o
 
     def _compressed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None

@@ -352,7 +352,7 @@ MODULE = (
     ("gate", ValueError, "gate must be one of 'query', 'input', 'linear', got", "none", None, 1),
     ("kv_per_branch", *NOT_A_BOOL),
     ("rope", TypeError, "rope must be callable or None, got", 3, "rope"),
-    ("backend", TypeError, "backend must be a string or None, got", 3, []),
+    ("backend", ValueError, "backend must be one of None, 'cute', 'eager', 'reference', got", "fast", 3, []),
 )
 
 
@@ -401,7 +401,6 @@ FORWARD = (
 )  # fmt: skip
 OF_NSA = (  # refused by nsa, which comes after the projections
     ("x", ValueError, "no empty dimension", torch.zeros(1, 0, 32)),
-    ("backend", ValueError, "backend must be", other_layer(rope=RotaryEmbedding(8), backend="fast")),
     ("cu_seqlens", ValueError, "cu_seqlens must end", in_a_pack(starts(0, 4))),
     ("max_seqlen", ValueError, "max_seqlen is for packed input", 5),
     ("causal", *NOT_A_BOOL),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from fuzz.rank_processes import ranks
 
@@ -15,3 +16,8 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     """``on_ranks(2, work, *args)`` runs ``work(group, *args)`` on each of 2 ranks, or of 4."""
     with ranks((2, 4), str(tmp_path_factory.mktemp("ranks") / "store")) as run:
         yield run
+
+
+@pytest.fixture
+def same_numbers() -> None:
+    torch.manual_seed(0)

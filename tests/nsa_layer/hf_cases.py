@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nsa_layer import NSAConfig
@@ -16,11 +17,13 @@ SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hi
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2)
 SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
 CLOSE = dict(rtol=0, atol=1e-9)
+MARKS = [pytest.mark.xdist_group("hf"), pytest.mark.usefixtures("same_numbers")]
 
 
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    torch.manual_seed(0)
+def dense(family: str = "Llama", **changes: object) -> PreTrainedModel:
+    """A dense model in fp64."""
+    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    return getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
 
 
 def sparse(**changes: object) -> NSALlamaForCausalLM:

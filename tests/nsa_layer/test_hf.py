@@ -11,41 +11,12 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 
+import hf_cases
 import pytest
 import torch
-from hf_cases import (  # noqa: F401  # noqa: F401
-    CLOSE,
-    CONFIG,
-    SIZES,
-    WIDE,
-    counted,
-    padded,
-    plain,
-    positions,
-    same_numbers,
-    selected_alone,
-    sparse,
-    tokens,
-)
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    CompileConfig,
-    DataCollatorWithFlattening,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StaticCache,
-    Trainer,
-    TrainingArguments,
-)
+import transformers
+from hf_cases import CLOSE, CONFIG, MARKS, SIZES, counted, dense, padded, plain, positions, sparse, tokens
+from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from nsa_layer import NSAConfig
@@ -55,37 +26,31 @@ from nsa_layer.integrations.hf.models import CACHE
 from nsa_layer.integrations.hf.packing import of_positions
 from nsa_layer.kvcache import eager
 
-pytestmark = pytest.mark.xdist_group("hf")
+pytestmark = MARKS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 
 
-@pytest.mark.parametrize("family, gate", [("llama", "input"), ("qwen2", "linear"), ("qwen3", "input")])
+@pytest.mark.parametrize("family, gate", [("Llama", "input"), ("Qwen2", "linear"), ("Qwen3", "input")])
 def test_a_converted_model_whose_lists_hold_all_blocks_says_what_the_dense_one_does(family: str, gate: str) -> None:
-    config, kind = FAMILIES[family]
-    dense = kind(config(**SIZES)).double().eval()
-    model = convert_to_nsa(dense, WIDE, gate=gate)
-    ids = tokens(2, 90)
+    model, ids = dense(family), tokens(2, 90)
+    expected, embedding = model(ids).logits, model.lm_head.weight
+    model = convert_to_nsa(model, hf_cases.WIDE, gate=gate)
     with torch.no_grad():
-        near, expected = model(ids).logits, dense(ids).logits
-        selected_alone(model)
+        near = model(ids).logits
+        hf_cases.selected_alone(model)
         exact = model(ids).logits
     torch.testing.assert_close(exact, expected, **CLOSE)
     assert 0 < (near - expected).norm() < 0.2 * expected.norm()
-    assert model.lm_head.weight is dense.lm_head.weight
+    assert model.lm_head.weight is embedding
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_conversion_keeps_what_is_tied_frozen_and_of_its_dtype(tied: bool) -> None:
-    dense = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)).bfloat16()
-    dense.model.embed_tokens.requires_grad_(False)
-    dense.generation_config.temperature = 0.5
-    model = convert_to_nsa(dense, CONFIG, gate="query", compression="linear")
+    llama = dense(tie_word_embeddings=tied).bfloat16()
+    llama.model.embed_tokens.requires_grad_(False)
+    llama.generation_config.temperature = 0.5
+    model = convert_to_nsa(llama, CONFIG, gate="query", compression="linear")
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert not model.model.embed_tokens.weight.requires_grad
     assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
@@ -280,7 +245,7 @@ def test_a_static_cache_goes_on_back_and_anew(compression: str) -> None:
 @pytest.mark.parametrize("gate, compression", [("input", "mean"), ("query", "linear"), ("input", "mlp"), (None, None)])
 def test_saved_models_are_loaded_as_they_were(gate: str | None, compression: str | None, tmp_path) -> None:
     if gate is None:
-        model = convert_to_nsa(Qwen3ForCausalLM(Qwen3Config(**SIZES)), CONFIG).eval()
+        model = convert_to_nsa(dense("Qwen3").float(), CONFIG).eval()
     else:
         model = sparse(nsa_gate=gate, nsa_compression=compression)
     ids = tokens(1, 50)
@@ -338,12 +303,12 @@ def test_configurations_of_older_versions_are_read() -> None:
 def test_trainer_learns_from_packed_sequences_in_bf16(tmp_path) -> None:
     model = NSALlamaForCausalLM(NSALlamaConfig(**SIZES, nsa=CONFIG))
     data = [dict(input_ids=[1 + (i * step) % 63 for i in range(20 + 7 * step)]) for step in range(1, 5)] * 4
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, learning_rate=5e-3, bf16=True,
         use_cpu=True, gradient_checkpointing=True, logging_steps=2, report_to=[], save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collator)
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, data_collator=collator)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.8 * losses[0]
@@ -358,17 +323,18 @@ def test_a_model_in_bf16_generates_with_a_cache() -> None:
 
 def test_what_it_does_not_do_is_an_error() -> None:
     model, ids, starts = sparse(), tokens(1, 20), torch.tensor([0, 20], dtype=torch.int32)
-    dense, cache = LlamaForCausalLM(LlamaConfig(**SIZES)), NSAModelCache(model.config)
+    llama, cache = dense("Llama"), NSAModelCache(model.config)
     model(ids, **{CACHE: cache})
     networks, tiles = sparse(nsa_compression="mlp"), sparse(nsa=CONFIG.replace(q_tile=8))
-    sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    sliding = dense("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    fixed = transformers.StaticCache(model.config, 40)
     for error, message, call in (
-        (NotImplementedError, "MistralForCausalLM", lambda: convert_to_nsa(MistralForCausalLM(MistralConfig(**SIZES)))),
-        (NotImplementedError, "layers of sliding_attention", lambda: convert_to_nsa(Qwen2ForCausalLM(sliding))),
-        (ValueError, "nsa_gate must be one of 'query', 'input', 'linear'", lambda: convert_to_nsa(dense, gate="none")),
-        (TypeError, "config must be an NSAConfig, got dict", lambda: convert_to_nsa(dense, dict(block_size=16))),
-        (NotImplementedError, "fixed length", lambda: model(ids, **{CACHE: StaticCache(model.config, 40)})),
-        (NotImplementedError, "use DynamicCache", lambda: dense(ids, **{CACHE: NSAModelCache(dense.config)})),
+        (NotImplementedError, "MistralForCausalLM", lambda: convert_to_nsa(dense("Mistral"))),
+        (NotImplementedError, "layers of sliding_attention", lambda: convert_to_nsa(sliding)),
+        (ValueError, "nsa_gate must be one of 'query', 'input', 'linear'", lambda: convert_to_nsa(llama, gate="none")),
+        (TypeError, "config must be an NSAConfig, got dict", lambda: convert_to_nsa(llama, dict(block_size=16))),
+        (NotImplementedError, "fixed length", lambda: model(ids, **{CACHE: fixed})),
+        (NotImplementedError, "use DynamicCache", lambda: llama(ids, **{CACHE: NSAModelCache(llama.config)})),
         (NotImplementedError, "network", lambda: networks.generate(ids, **{CACHE: DynamicCache()}, max_new_tokens=4)),
         (NotImplementedError, "shape", lambda: model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))),
         (ValueError, "attn_implementation must be one of None, 'nsa', got 'eager'",

@@ -1,4 +1,4 @@
-"""Options and lists that models of transformers give the attention "nsa", and batches of padding; on the CPU."""
+"""Options, masks and lists that models of transformers give the attention "nsa"; on the CPU."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import warnings
 
 import pytest
 import torch
-from hf_cases import CLOSE, VOCABULARY, counted, padded, plain, positions, same_numbers, sparse, tokens  # noqa: F401
+from hf_cases import CLOSE, MARKS, VOCABULARY, counted, padded, plain, sparse, tokens
 from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.utils import TransformersKwargs
 
+from nsa_layer.integrations.hf import NSAModelCache
 from nsa_layer.integrations.hf.attention import nsa_attention_forward
 from nsa_layer.integrations.hf.models import CACHE
 
-pytestmark = pytest.mark.xdist_group("hf")
-
-
+pytestmark = MARKS
 SET = dict(softcap=30.0, s_aux=torch.zeros(4), sinks=torch.zeros(4), position_bias=torch.zeros(1), dropout=0.1)
 SET |= dict(sliding_window=8, indices=torch.zeros(1, dtype=torch.int32), head_mask=torch.ones(4), is_causal=False)
 SET |= dict(output_attentions=True)
@@ -95,16 +95,26 @@ def test_lists_of_the_model_take_the_place_of_a_choice() -> None:
         sparse()(ids, block_indices=torch.zeros(2, 2, 90, 1, dtype=torch.long))
 
 
-@pytest.mark.parametrize("gate, compression", [("input", "mean"), ("query", "linear"), ("input", "mlp")])
-def test_a_batch_of_padding_alone_is_finite_and_all_parameters_get_a_gradient(gate: str, compression: str) -> None:
-    model = sparse(nsa_gate=gate, nsa_compression=compression).train()
-    batch = dict(input_ids=tokens(2, 20), attention_mask=torch.zeros(2, 20, dtype=torch.long))
-    for use_cache in (True, False):
-        model.zero_grad()
-        logits = model(**batch, use_cache=use_cache).logits
-        assert logits.isfinite().all()
-        logits.sum().backward()
-        assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
-    batch["attention_mask"][1, 5:] = 1
-    row = model(**batch, position_ids=positions(batch["attention_mask"])).logits[1, 5:]
-    torch.testing.assert_close(row, model(batch["input_ids"][1:, 5:]).logits[0], **CLOSE)
+def test_a_mask_without_cached_tokens_is_an_error() -> None:
+    model, ids = sparse(), tokens(2, 21)
+    for cache in (NSAModelCache(model.config), NSAModelCache(model.config, 30, static=True), DynamicCache()):
+        model(ids[:, :20], **{CACHE: cache})
+        with pytest.raises(ValueError, match=r"attention_mask must be .*\(2, 21\), got \(2, 1\)"):
+            model(ids[:, 20:], attention_mask=torch.ones(2, 1), **{CACHE: cache})
+        assert cache.get_seq_length() == 20
+        longer = model(ids[:, 20:], attention_mask=torch.ones(2, 25), **{CACHE: cache}).logits
+        torch.testing.assert_close(longer, model(ids).logits[:, 20:], **CLOSE)
+
+
+def test_a_mask_that_shows_later_tokens_is_an_error_with_padding_too() -> None:
+    config = plain().config
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :3] = 0
+    images = torch.full((2, 12), -1)
+    images[:, 4:8] = 1
+    given = dict(config=config, inputs_embeds=torch.zeros(2, 12, 0), attention_mask=mask, **{CACHE: None})
+    with pytest.raises(NotImplementedError, match="later tokens"):
+        create_bidirectional_mask(**given)
+    with pytest.raises(NotImplementedError, match="later tokens"):
+        create_causal_mask(**given, block_sequence_ids=images)
+    assert create_causal_mask(**given).is_token.equal(mask.bool())

@@ -1,53 +1,19 @@
-"""Masks, positions and caches of transformers that do not fit the model or the batch; on the CPU."""
+"""Caches of models of transformers: padding, ended turns, capacity, modes of gradients; on the CPU."""
 
 from __future__ import annotations
 
-from functools import partial
+from copy import deepcopy
 
 import pytest
 import torch
-from hf_cases import CLOSE, CONFIG, SIZES, WIDE, counted, padded, plain, positions, same_numbers, sparse, tokens  # noqa: F401
+from hf_cases import CLOSE, MARKS, padded, positions, sparse, tokens
 from transformers import DynamicCache
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from nsa_layer.integrations.hf import NSAModelCache
 from nsa_layer.integrations.hf.models import CACHE
 
-pytestmark = pytest.mark.xdist_group("hf")
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("shape", [(2, 19), (2, 1), (1, 20), (3, 20), (2, 20, 1), (20,)])
-def test_a_mask_of_another_shape_is_an_error(shape: tuple[int, ...], use_cache: bool) -> None:
-    ids, mask = tokens(2, 20), torch.ones(shape, dtype=torch.long)
-    for model in (sparse(), plain()):
-        with pytest.raises(ValueError, match=r"attention_mask must be .*\(2, 20\), got"):
-            model(ids, attention_mask=mask, use_cache=use_cache)
-
-
-def test_a_mask_without_cached_tokens_is_an_error() -> None:
-    model, ids = sparse(), tokens(2, 21)
-    for cache in (NSAModelCache(model.config), NSAModelCache(model.config, 30, static=True), DynamicCache()):
-        model(ids[:, :20], **{CACHE: cache})
-        with pytest.raises(ValueError, match=r"attention_mask must be .*\(2, 21\), got \(2, 1\)"):
-            model(ids[:, 20:], attention_mask=torch.ones(2, 1), **{CACHE: cache})
-        assert cache.get_seq_length() == 20
-        longer = model(ids[:, 20:], attention_mask=torch.ones(2, 25), **{CACHE: cache}).logits
-        torch.testing.assert_close(longer, model(ids).logits[:, 20:], **CLOSE)
-
-
-def test_a_mask_that_shows_later_tokens_is_an_error_with_padding_too() -> None:
-    config = plain().config
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, :3] = 0
-    images = torch.full((2, 12), -1)
-    images[:, 4:8] = 1
-    given = dict(config=config, inputs_embeds=torch.zeros(2, 12, 0), attention_mask=mask, **{CACHE: None})
-    with pytest.raises(NotImplementedError, match="later tokens"):
-        create_bidirectional_mask(**given)
-    with pytest.raises(NotImplementedError, match="later tokens"):
-        create_causal_mask(**given, block_sequence_ids=images)
-    assert create_causal_mask(**given).is_token.equal(mask.bool())
+pytestmark = MARKS
+REFUSED = dict(match="attention to cached tokens .* has no gradient")
 
 
 def test_a_batch_of_padding_alone_fills_a_cache_with_none() -> None:
@@ -138,24 +104,54 @@ def test_a_static_cache_without_room_for_a_token_is_an_error_before_the_step() -
     assert sizes(torch.ones(1)) == 2
 
 
-def test_a_cache_of_another_model_or_batch_is_an_error() -> None:
-    model, ids = sparse(), tokens(2, 20)
-    other = sparse(nsa=CONFIG.replace(block_counts=2))
-    said = "cache is of 2 rows and NSAConfig.*block_counts=4.*got 2 and NSAConfig.*block_counts=2"
-    for kind in (dict(), dict(max_cache_len=40, static=True)):
-        cache = NSAModelCache(model.config, **kind)
-        model(ids, **{CACHE: cache})
-        for new in (ids, ids[:, :1]):
-            with pytest.raises(ValueError, match=said):
-                other(new, **{CACHE: cache})
-        assert cache.get_seq_length() == 20
+@pytest.mark.parametrize("kind", [NSAModelCache, DynamicCache])
+@pytest.mark.parametrize("options", [{}, dict(nsa_gate="query", nsa_compression="linear")])
+def test_a_loss_behind_cached_tokens_raises_in_backward(kind: type, options: dict) -> None:
+    model, ids = sparse(**options), tokens(2, 40)
+    caches = [kind(config=model.config) for _ in range(2)]
+    with torch.no_grad():
+        want = model(ids).logits[:, 30:]
+        for cache in caches:
+            model(ids[:, :30], past_key_values=cache)
+        torch.testing.assert_close(model(ids[:, 30:], past_key_values=caches[0]).logits, want, **CLOSE)
+    logits = model(ids[:, 30:], past_key_values=caches[1]).logits
+    torch.testing.assert_close(logits.detach(), want, **CLOSE)
+    with pytest.raises(RuntimeError, **REFUSED):
+        logits.sum().backward()
+
+
+def test_a_trained_prefix_raises_in_backward() -> None:
+    model = sparse().requires_grad_(False)
+    prefix = torch.randn(2, 2, 2, 10, 8, dtype=torch.float64, requires_grad=True)
+    cache = DynamicCache(config=model.config)
+    for i, layer in enumerate(prefix):
+        cache.update(layer.clone(), layer.clone(), i)
+    logits = model(tokens(2, 20), past_key_values=cache).logits
+    with pytest.raises(RuntimeError, **REFUSED):
+        logits.sum().backward()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_cache_of_inference_mode_goes_on_without(static: bool, copied: bool) -> None:
+    model, ids = sparse(), tokens(2, 40)
+    given = padded(ids, (0, 7))
+    mask = given["attention_mask"]
+    cache = NSAModelCache(model.config, 40 if static else 24, static=static)
+
+    def step(at: int, end: int) -> torch.Tensor:
+        more = dict(attention_mask=mask[:, :end], position_ids=positions(mask)[:, at:end])
+        return model(given["input_ids"][:, at:end], past_key_values=cache, **more).logits
+
+    with torch.inference_mode():
+        step(0, 20), step(20, 21)
+        cache = deepcopy(cache) if copied else cache
+    with torch.no_grad():
+        want = model(**given, position_ids=positions(mask)).logits
+        cache.reorder_cache(torch.tensor([0, 1]))
+        found = [step(21, 30), step(30, 31)]
+        cache.crop(-2)
+        found.append(step(29, 40))
+        torch.testing.assert_close(torch.cat(found, 1), torch.cat((want[:, 21:31], want[:, 29:]), 1), **CLOSE)
         cache.reset()
-        with pytest.raises(ValueError, match="cache is of 2 rows and .*, got 3 and .*: make another"):
-            model(tokens(3, 20), **{CACHE: cache})
-        with pytest.raises(ValueError, match="cache is of 2 rows and .*, got 1 and .*: make another"):
-            model(tokens(1, 1), **{CACHE: cache})
-        torch.testing.assert_close(model(ids, **{CACHE: cache}).logits, model(ids).logits, **CLOSE)
-    deeper = sparse(num_hidden_layers=3)
-    for call in (deeper, partial(deeper.generate, max_new_tokens=2)):
-        with pytest.raises(ValueError, match="the cache has 2 layers, fewer than the model"):
-            call(ids, **{CACHE: NSAModelCache(model.config)})
+        torch.testing.assert_close(step(0, 40)[mask.bool()], want[mask.bool()], **CLOSE)
