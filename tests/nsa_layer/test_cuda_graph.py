@@ -34,6 +34,7 @@ CASES = [
     Case(**SMALL, config=NSAConfig()),
     Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=FIXED),
     Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=TILES),
+    Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig()),
     Case(**SMALL, config=NSAConfig(q_tile=128, block_size=128), causal=False),
 ]
 
