@@ -1,8 +1,4 @@
-"""A call of the operator in shards of its queries, each with all keys and the position of its first query.
-
-`attend` calls the pages of a backend with gradients, for one group of heads, everything saved. Its queries may be a
-shard of a longer context.
-"""
+"""A call of the operator in shards of its queries, each with all keys and the position of its first query."""
 
 from __future__ import annotations
 
@@ -11,10 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer.call import TENSORS, Aux, Call, Saved, require_choice_by_token
-from nsa_layer.cute.memory_plan import MemoryPlan
-from nsa_layer.derivatives import first_derivatives
-from nsa_layer.support import pages
+from nsa_layer import operators
+from nsa_layer.call import Aux, Call, require_choice_by_token
+from nsa_layer.checks import starts_of_lengths
 
 Tensor = torch.Tensor
 Attend = Callable[..., tuple[Tensor, Aux]]
@@ -59,10 +54,10 @@ def in_shards(attend: Attend, shards: Sequence[QueryShard]) -> Attend:
             made = _at_rows(torch.cat(parts, dim=order.dim() - 1), back)
             return made.mT if tokens_last else made
 
-        auxes = [aux for _, aux in found]
+        auxes = [aux for _, aux, *_ in found]
         lists = block_indices if block_indices is not None else whole([aux.block_indices for aux in auxes])
         lses = [whole([getattr(aux, name) for aux in auxes], True) for name in ("lse_cmp", "lse_slc", "lse_swa")]
-        return whole([o for o, _ in found]), Aux(lists, whole([aux.gates for aux in auxes]), *lses)
+        return whole([o for o, *_ in found]), Aux(lists, whole([aux.gates for aux in auxes]), *lses)
 
     return joined
 
@@ -82,36 +77,9 @@ def _at_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def attend(call: Call, *, backend: str) -> tuple[Tensor, Aux]:
-    call = call._replace(cu_seqlens=None, spec=replace(call.spec, backend=backend))
-    spec = call.spec
-    if backend == "cute" and call.q_offset is not None and call.block_indices is None:
+    """The operator with gradients."""
+    spec = replace(call.spec, backend=backend)
+    if call.q_offset is not None and call.block_indices is None:
         require_choice_by_token(spec.config)
-    o, *saved = _Attend.apply(spec, *call.tensors)
-    return o, Saved(*saved).aux(call)
-
-
-def _plan(call: Call) -> MemoryPlan:
-    return MemoryPlan(((0, call.k.shape[-2]),), (True,) * 3)
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, spec, *tensors):
-        call, ctx.spec = Call(*tensors, spec), spec
-        with torch.cuda.device_of(call.q):
-            backward = any(ctx.needs_input_grad)
-            o, saved = pages(spec.backend).forward(call, plan=_plan(call), backward=backward)
-        ctx.save_for_backward(*tensors, *saved)
-        ctx.mark_non_differentiable(*(x for x in saved if x is not None))
-        return o, *saved
-
-    @staticmethod
-    def backward(ctx, do, *_):
-        spec, count = ctx.spec, len(TENSORS)
-
-        def found(do, *given):
-            call, saved = Call(*given[:count], spec), Saved(*given[count:])
-            with torch.cuda.device_of(do):
-                return pages(spec.backend).backward(call, saved, do, plan=_plan(call))
-
-        return None, *first_derivatives(found, do, *ctx.saved_tensors), None, None, None, None
+    starts = None if spec.lengths_k is None else starts_of_lengths(spec.lengths_k)
+    return operators.attend(call._replace(cu_seqlens_k=starts, spec=spec))[:2]

@@ -135,10 +135,6 @@ def nsa(
     with autocast.off(call.q.device):
         if cp is not None:
             (o, aux), sums = gather.attend(cp, call, memory=memory, return_aux=return_aux), None
-        elif call.spec.backend == "reference":
-            from nsa_layer import reference
-
-            o, aux, sums = reference.attend_with_loss(call)
         else:
             o, aux, sums = operators.attend(call, memory=memory, return_aux=return_aux)
     results = [o, aux] if return_aux else [o]

@@ -12,16 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call import (
-    Aux,
-    Call,
-    accumulation_dtype,
-    mean_scale,
-    require_choice_by_token,
-)
+from nsa_layer.call import Aux, Call, accumulation_dtype, equal_gates, mean_scale, require_choice_by_token
 from nsa_layer.config import BRANCHES, NSAConfig
 
 SELECTED = BRANCHES[1]
+Branches = dict[str, tuple[torch.Tensor, torch.Tensor]]  # output and LSE
 
 
 @dataclass(frozen=True)
@@ -328,16 +323,11 @@ def gate_values(
     if gates is not None:
         return gates.to(dtype)
     if gate_weight is None:
-        return torch.full((*q.shape[:-1], branches), 1 / branches, dtype=dtype, device=q.device)
+        return equal_gates(q, branches)
     return torch.einsum("...hd,hid->...hi", q.to(dtype), gate_weight.to(dtype)).sigmoid()
 
 
-def attend(call: Call) -> tuple[torch.Tensor, Aux]:
-    """`attend_with_loss` without the loss."""
-    return attend_with_loss(call)[:2]
-
-
-def attend_with_loss(call: Call) -> tuple[torch.Tensor, Aux, torch.Tensor | None]:
+def attend(call: Call) -> tuple[torch.Tensor, Aux | torch.Tensor, torch.Tensor | None]:
     """The whole operator.
 
     Args:
@@ -345,31 +335,27 @@ def attend_with_loss(call: Call) -> tuple[torch.Tensor, Aux, torch.Tensor | None
             have a length of their own, packed ``spec.lengths_k``. Lists of the caller replace the selection.
 
     Returns:
-        o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, `Aux`, and the sums of an index' loss, or None.
+        As `nsa_layer.operators.attend`: o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, `Aux` or the
+        differentiable LSE of the selected branch alone, and the sums of an index' loss, or None.
     """
-    branches, lses, block_indices, scores, sums = _attend(call)
-    g = gate_values(call.q, call.gate_weight, call.gates, len(call.config.branches))
-    o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches.values()))
-    of_lses = (lses[name].detach() if name in lses else None for name in BRANCHES)
-    scores = None if scores is None else scores.detach()
-    return o.to(call.q.dtype), Aux(block_indices, g.detach(), *of_lses, scores), sums
+    branches, block_indices, scores, sums = attend_branches(call)
+    if call.alone:
+        return *branches[SELECTED], None
+    g = gate_values(call.q, call.gate_weight, call.gates, len(branches))
+    # A window of 0 tokens shows nothing, and its gate is not read.
+    gated = ((g_i, *branches[name]) for name, g_i in zip(branches, g.unbind(-1)) if call.config.computes(name))
+    o = sum(g_i.unsqueeze(-1) * o_i.to(g.dtype) for g_i, o_i, _ in gated)
+    lses = (branches[name][1].detach() if name in branches else None for name in BRANCHES)
+    return o.to(call.q.dtype), Aux(block_indices, g.detach(), *lses, scores), sums
 
 
-def attend_branches(
-    call: Call,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The branches before the gate; arguments as for `attend`, or as `selected_attention` has checked them.
+def attend_branches(call: Call) -> tuple[Branches, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The branches before the gate; arguments as for `attend`.
 
     Returns:
-        Their outputs, shaped like that of `attend`, without a window two; their LSEs, with one for no window, and the
-        selected blocks, shaped as in `Aux`; the LSEs are differentiable here.
+        Their outputs and differentiable LSEs by name, shaped like those of `attend`; the selected blocks and, with an
+        index, their scores, as in `Aux`; and the sums of its loss.
     """
-    branches, lses, block_indices, _, _ = _attend(call)
-    return list(branches.values()), list(lses.values()), block_indices
-
-
-def _attend(call: Call) -> tuple[Any, ...]:
-    """Outputs and LSEs by branch, blocks and their scores, and the sums of an index' loss."""
     spec, packed, sequences = call.spec, call.spec.lengths is not None, list(call.sequences())
     width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else call.k.shape[1])
     if call.q_offset is None:
@@ -385,16 +371,12 @@ def _attend(call: Call) -> tuple[Any, ...]:
     def joined(parts: Any, dim: int = 0) -> torch.Tensor | None:
         return None if parts[0] is None else torch.cat(parts, dim) if packed else torch.stack(parts)
 
-    names, sums = branches[0], None if sums[0] is None else torch.stack(sums).sum(0)
-    lses = {name: joined([of[name][1] for of in branches], -1) for name in names}
-    # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
-    outputs = {name: joined([of[name][0] for of in branches]) for name in names if spec.config.computes(name)}
-    return outputs, lses, joined(lists), joined(scores), sums
+    found = {name: tuple(map(joined, zip(*(of[name] for of in branches)), (0, -1))) for name in branches[0]}
+    return found, joined(lists), joined(scores), None if sums[0] is None else torch.stack(sums).sum(0)
 
 
 def _attend_sequence(call: Call, width: int, q_offset: int) -> tuple[Any, ...]:
-    """The branches' outputs and LSEs, the selected blocks [M, Hs, width], with an index their scores, and the sums of
-    its loss, for one sequence [T, H, D]."""
+    """`attend_branches` for one sequence [T, H, D]: the selected blocks are [M, Hs, width]."""
     q, k, v, block_indices, k_cmp, v_cmp = *call[:3], call.block_indices, call.k_cmp, call.v_cmp
     spec, config, T, S = call.spec, call.config, q.shape[0], k.shape[0]
     scale = dict(softmax_scale=spec.softmax_scale)
@@ -431,9 +413,3 @@ def _attend_sequence(call: Call, width: int, q_offset: int) -> tuple[Any, ...]:
         visible = window_mask(T, **static, S=S, device=q.device)
         found["window"] = attention(q, *call.of_window, visible, **scale)
     return found, block_indices, listed_scores, sums
-
-
-def attend_selected(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and the differentiable LSE, shaped as of `attend`, of the selected branch alone."""
-    (o,), (lse,), _ = attend_branches(call)
-    return o, lse

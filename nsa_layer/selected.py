@@ -147,12 +147,7 @@ def selected_attention(
     if validate and q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(call)
     with autocast.off(q.device):
-        if call.spec.backend == "reference":
-            from nsa_layer import reference
-
-            o, lse = reference.attend_selected(call)
-        else:
-            o, lse, _ = operators.attend(call)
+        o, lse, _ = operators.attend(call)
     return (o, lse.detach()) if return_lse else o
 
 

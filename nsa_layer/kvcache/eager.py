@@ -56,7 +56,7 @@ def attend(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, Tensor,
         stored |= {weight: getattr(call, weight) for name, weight in weights.items() if name not in caches}
         offset = torch.tensor([ends[b] - lengths[b]], dtype=torch.int32)
         own = Call(**new[b] | stored, gate_weight=call.gate_weight, q_offset=offset, spec=spec)
-        (values,), auxes[b] = module.attend(own.as_batch())
+        (values,), auxes[b], *_ = module.attend(own.as_batch())
         for row, value in zip(rows, (values, *(getattr(auxes[b], name)[0].mT for name in LSES))):
             row[b].copy_(value)
     return o, tuple(lse.mT for lse in lses), auxes

@@ -40,9 +40,12 @@ def attend(
     a gradient. Arguments as they have been checked.
 
     In graphs and modes the policy says what is saved, and groups of heads follow, when they run, from what is free.
-    Where the dispatcher would do nothing, which takes time, the operator is called as a function.
+    Where the dispatcher would do nothing, which takes time, the operator is called as a function. The reference is
+    no operator.
     """
     (q, k), spec, needs_grad = call[:2], call.spec, call.needs_grad
+    if spec.backend == "reference":
+        return support.pages("reference").attend(call)
     if spec.lengths is not None:  # no second look at what may be on a GPU
         of_keys = None if call.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
@@ -76,7 +79,7 @@ def _aux(saved: Saved, call: Call) -> Aux:
     if lists is not None and call.block_indices is None:
         if not torch.compiler.is_compiling():
             rows = sum(map(config.num_tiles, spec.lengths)) if spec.lengths else lists.shape[-3]
-            width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or call.q.shape[-3])
+            width = config.list_width(max(spec.key_lengths) if spec.lengths else spec.bound or call.k.shape[-3])
             lists = lists.narrow(-3, 0, rows)[..., :width]
     absent = [] if call.gate != "none" else ["g"]
     absent += [name for branch, name in LSES.items() if not config.computes(branch)]
@@ -218,7 +221,7 @@ def exact_rows(call: Call) -> Call:
     """The call without the rows that k_cmp and v_cmp of packed sequences have beyond their lengths in a graph."""
     if call.spec.lengths is None:
         return call
-    blocks, compressed = sum(map(call.config.compressed_length, call.spec.lengths)), (call.k_cmp, call.v_cmp)
+    blocks, compressed = sum(map(call.config.compressed_length, call.spec.key_lengths)), (call.k_cmp, call.v_cmp)
     for x in compressed:
         if x is not None and x.shape[0] < blocks:
             raise ValueError(f"k_cmp and v_cmp must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")

@@ -59,7 +59,7 @@ def test_the_last_queries_of_longer_keys() -> None:
     last = {name: getattr(inputs, name)[:, 93:] for name in ("q", "gates", "q_index")}
     leaves = {name: x.clone().requires_grad_() for name, x in (inputs.tensors() | last).items()}
     call = Call(**leaves, q_offset=torch.tensor([93]), spec=inputs.case.spec)
-    o, aux, sums = reference.attend_with_loss(call)
+    o, aux, sums = reference.attend(call)
     do, d = inputs.do[:, 93:], torch.tensor([1.0, 0.0]).double()
     want = (
         o,
@@ -81,7 +81,7 @@ def test_gradients_of_the_definition() -> None:
 
     def loss(q_index: Tensor, k_index: Tensor) -> Tensor:
         call = Call(**given | dict(q_index=q_index, k_index=k_index), spec=inputs.case.spec)
-        return loss_of_sums(reference.attend_with_loss(call)[2])
+        return loss_of_sums(reference.attend(call)[2])
 
     assert torch.autograd.gradcheck(loss, [given[name].requires_grad_() for name in ("q_index", "k_index")])
 

@@ -67,7 +67,7 @@ def test_each_query_by_itself(own: tuple[str, ...], config: NSAConfig, causal: b
     case = Case(T=23, Hq=4, Hkv=2, D=3, Dv=2, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
     case = replace(case, own_keys=own if config.window_size else own[:2])
     inputs = make_inputs(case)
-    o, aux = reference.attend(Call(**inputs.tensors(), spec=case.spec))
+    o, aux, _ = reference.attend(Call(**inputs.tensors(), spec=case.spec))
     for h in range(case.Hq):
         kv = h // 2
         k, v = (literal_rows(inputs, name, kv) for name in "kv")
