@@ -46,7 +46,7 @@ for script in sys.argv[1:]:
 
 
 def test_without_a_gpu_they_say_so() -> None:
-    names = ("block_sparse", "compare_trees", "compress_factor")
+    names = ("block_sparse", "compare_trees", "compress_factor", "select_by_index")
     command = [sys.executable, "-c", RUN_EACH, *(str(FOLDER / f"{name}.py") for name in names)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
