@@ -13,8 +13,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401, which makes the backend known
 
-import nsa_layer.api
-from nsa_layer.context_parallel import transport
+from nsa_layer.context_parallel import attend, transport
 
 
 @contextmanager
@@ -22,7 +21,7 @@ def without_peers() -> Iterator[None]:
     """Let exchanges be copies of the same bytes, and descriptions of calls equal."""
     with (
         patch.object(transport, "launch", _copy),
-        patch.object(nsa_layer.api, "check_same_on_all_ranks", lambda *_, **__: None),
+        patch.object(attend, "check_same_on_all_ranks", lambda *_, **__: None),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""`nsa`: check the arguments, pick the backend, run it."""
+"""`nsa` and `selected_attention`: check the arguments, pick the backend, run it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import torch
 
 from nsa_layer import autocast, operators, support
 from nsa_layer.call import Aux, Call, loss_of_sums
-from nsa_layer.checks import assert_numbers, check_inputs, lists_in_int32, require_published
+from nsa_layer.checks import assert_numbers, check_inputs, check_selected, lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
-from nsa_layer.context_parallel import gather, heads
-from nsa_layer.context_parallel.checks import check_same_on_all_ranks, check_shard
+from nsa_layer.context_parallel import attend as context_parallel
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
-
-RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks have the rows whose first tokens they have
 
 
 def nsa(
@@ -114,38 +111,103 @@ def nsa(
     tensors = autocast.cast(q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, q_index, k_index)
     call = Call(*tensors, cu_seqlens, lists_in_int32(block_indices))
     static = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
-    of_index = dict(index_scale=index_scale, index_loss=return_index_loss)
+    static |= dict(index_scale=index_scale, return_index_loss=return_index_loss)
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
+    check = partial(_check_options, call, **options)
     if cp is not None:
-        if isinstance(config, NSAConfig):
-            require_published(config, "cp")
-        checks = partial(_check_options, call, **options), partial(check_shard, call, cp, **static)
-        check_same_on_all_ranks(cp, checks, ragged=RAGGED, **call.arguments(), **static, **options)
-    _check_options(call, **options)
-    if cp is None:
-        spec = check_inputs(call, **static, **of_index, backend=backend, validate=validate)
-    else:
-        better = backend != "reference" and gather.is_better(cp, call, config)
-        if cp.mode_of(call.k.shape[-2], gather=better) == "heads":
-            return heads.attend_layer(nsa, cp, call, static, **options)
-        spec, _ = check_shard(call, cp, **static)
+        return context_parallel.attend(nsa, cp, call, check, static, options)
+    check()
+    spec = check_inputs(call, **static, backend=backend, validate=validate)
     call = support.on_backend(backend, call._replace(spec=spec))
-    if validate and cp is None and call.q.is_cuda and torch.compiler.is_compiling():
+    if validate and call.q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(call, max_seqlen=max_seqlen)
     with autocast.off(call.q.device):
-        if cp is not None:
-            (o, aux), sums = gather.attend(cp, call, memory=memory, return_aux=return_aux), None
-        else:
-            o, aux, sums = operators.attend(call, memory=memory, return_aux=return_aux)
+        o, aux, sums = operators.attend(call, memory=memory, return_aux=return_aux)
     results = [o, aux] if return_aux else [o]
     if return_index_loss:
         results.append(loss_of_sums(sums))
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _check_options(call: Call, *, backend: str | None, memory: MemoryPolicy, return_aux: bool, validate: bool) -> None:
+def selected_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_indices: torch.Tensor,
+    *,
+    block_size: int,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    q_offset: torch.Tensor | int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    cp: ContextParallel | None = None,
+    validate: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query to the blocks of keys that its list names.
+
+    Differentiable in q, k and v: once, by reverse mode; the reference any number of times. Autocast as for `nsa`.
+
+    Args:
+        q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens``.
+        k: [B, S, Hkv, D], or packed [total_k, Hkv, D]; Hkv divides Hq.
+        v: [B, S, Hkv, Dv], or packed [total_k, Hkv, Dv].
+        block_indices: int32 or int64 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]; M is T for a list of each
+            query, or the number of tiles of 2, 4, .. 256 queries. Hs = Hkv, or Hq for a list of each query head. Any
+            strides and order; block j is keys ``j * block_size`` to ``(j + 1) * block_size - 1`` of its sequence; a
+            number that is no block of the sequence is padding, a block named twice counts once.
+        block_size: keys in a block; the last one may be short.
+        cu_seqlens: int32 [sequences + 1], starts of the packed queries and their total, on q's device or the CPU; as
+            for `nsa`, the kernels do not show those on a GPU to the host where the number of lists tells the tile
+            whatever the lengths are.
+        cu_seqlens_k: the same for keys; None: ``cu_seqlens``.
+        q_offset: position of each sequence's first query among its keys: int32 [B] or [sequences] on q's device, or an
+            int for all. None: the queries are the last ones, ``S - T``.
+        softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
+        causal: query i sees no key after position ``q_offset + i``.
+        deterministic: the same input gives the same bits twice, backward included.
+        return_lse: also return the log-sum-exp, which carries no gradient.
+        backend: as for `nsa`.
+        cp: as for `nsa`, where queries are those of all keys.
+        validate: check ``cu_seqlens`` and ``cu_seqlens_k`` that are on a GPU, which waits for it; in a graph the GPU
+            asserts them.
+
+    Returns:
+        o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; a query that sees no key gives 0. With ``return_lse`` a pair
+        (o, lse): natural, [B, Hq, T] or [Hq, total], -inf where a query sees no key.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
+        NotImplementedError: the backend does not do this on this architecture; or vmap or forward mode.
+        RuntimeError: a second derivative is asked for.
+    """
+    tensors = autocast.cast(q, k, v)
+    starts = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call = Call(*tensors, **starts, block_indices=lists_in_int32(block_indices), q_offset=q_offset)
+    static = dict(block_size=block_size, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic)
+    options = dict(backend=backend, return_lse=return_lse, validate=validate)
+    check = partial(_check_options, call, **options)
+    if cp is not None:
+        return context_parallel.attend(selected_attention, cp, call, check, static, options)
+    check()
+    spec = check_selected(call, **static, backend=backend, validate=validate)
+    call = support.on_backend(backend, call._replace(spec=spec))
+    if isinstance(q_offset, int):
+        call = call._replace(q_offset=torch.full((call.B,), q_offset, dtype=torch.int32, device=call.q.device))
+    if validate and call.q.is_cuda and torch.compiler.is_compiling():
+        assert_numbers(call)
+    with autocast.off(call.q.device):
+        o, lse, _ = operators.attend(call)
+    return (o, lse.detach()) if return_lse else o
+
+
+def _check_options(call: Call, *, backend: str | None, memory: MemoryPolicy = MemoryPolicy(), **flags: object) -> None:
+    """Checks beside those of the tensors and what they are computed by."""
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-    require_bools(return_aux=return_aux, validate=validate)
+    require_bools(**flags)
     if backend != "reference":
         refuse_transforms(*call.tensors)

@@ -81,7 +81,7 @@ def check_call(
     _check_new(call)
     if out is not None:
         _refuse_overlap("out", out)
-    checks.check_lists_of(call)
+    checks.check_lists(call)
     return call
 
 

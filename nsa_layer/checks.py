@@ -12,10 +12,11 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.call import DIFFERENTIABLE, Call, CallSpec
-from nsa_layer.config import BRANCHES, LARGEST, NSAConfig, require_bools
+from nsa_layer.config import BRANCHES, LARGEST, WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPACITY = 1024
+Q_TILES = tuple(1 << i for i in range(WIDEST_TILE.bit_length()))  # queries that may share a list
 Q, FLOAT, INT32, ANY = "q", "float", "int32", "any"  # q's dtype; of floating point; what q may have
 
 
@@ -185,7 +186,7 @@ def _check(
     max_seqlen: int | None,
     causal: bool,
     index_scale: float | None = None,
-    index_loss: bool = False,
+    return_index_loss: bool = False,
 ) -> CallSpec:
     (q, k, v), packed = call[:3], call.cu_seqlens is not None
     require_config(config)
@@ -204,11 +205,54 @@ def _check(
     sizes["branches"] = len(config.branches)
     for name in DIFFERENTIABLE[3:]:
         check_tensor(name, getattr(call, name), q, sizes, layout)
-    index_scale = _check_index(call, config, sizes, index_scale, index_loss, causal)
-    check_lists_of(call)
+    index_scale = _check_index(call, config, sizes, index_scale, return_index_loss, causal)
+    check_lists(call)
     if config.rule != "index":
         return call.spec
-    return replace(call.spec, index_scale=index_scale, index_loss=index_loss)
+    return replace(call.spec, index_scale=index_scale, index_loss=return_index_loss)
+
+
+def check_selected(
+    call: Call,
+    *,
+    block_size: int,
+    softmax_scale: float | None,
+    causal: bool,
+    deterministic: bool,
+    backend: str | None = "reference",
+    validate: bool = True,
+) -> CallSpec:
+    """`check_inputs` of `selected_attention`: the number of lists tells how many queries share one."""
+    (q, k, v), lists, starts, starts_k = call[:3], call.block_indices, call.cu_seqlens, call.cu_seqlens_k
+    packed = starts is not None
+    if starts_k is not None and not packed:
+        raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
+    require_bools(causal=causal)
+    _, layout = check_qkv(q, k, v, packed=packed, same_length=packed and starts_k is None)
+    check_kind_of_lists(lists, q)
+    count = lists.shape[-3] if lists.dim() == q.dim() else None
+    if packed:
+        check_starts(starts)
+        q_tile = tile_of_packed_lists(count, len(q), call.B)
+    else:
+        q_tile = tile_of_lists(count, q.shape[1:2])
+    read = validate or q_tile is None or torch.compiler.is_compiling() or lengths_known(backend, q, starts, starts_k)
+    if q_tile is None:
+        q_tile = tile_of_lists(count, check_lengths(starts, q, "cu_seqlens", "q") or q.shape[:1])
+    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
+    spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=True, alone=True)
+    call = with_lengths(call._replace(spec=spec), read=read)
+    if starts_k is not None and starts_k.shape != starts.shape:
+        raise ValueError(f"cu_seqlens_k must have cu_seqlens's {call.B} sequences, got {len(starts_k) - 1}")
+    check_lists(call)
+    if call.q_offset is None or isinstance(call.q_offset, torch.Tensor):
+        check_tensor("q_offset", call.q_offset, q, dict(sequences=call.B), layout)
+    else:
+        require_int("q_offset", call.q_offset, least=0)
+    if backend == "reference" or call.q_offset is None:  # operators of other backends read it
+        lengths, lengths_k = call.spec.lengths or q.shape[-3:-2], call.spec.key_lengths or k.shape[-3:-2]
+        check_positions(call.q_offset, zip(lengths, lengths_k), causal=causal)
+    return call.spec
 
 
 def _check_index(
@@ -309,39 +353,55 @@ def lists_in_int32(block_indices: object) -> object:
     return block_indices
 
 
-def check_lists(
-    block_indices: torch.Tensor, q: torch.Tensor, Hkv: int, tiles: Sequence[int] | None, *, packed: bool
-) -> None:
-    """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n].
+def check_kind_of_lists(lists: object, q: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless they are int32, as `lists_in_int32` returns them, on q's device."""
+    if isinstance(lists, torch.Tensor) and lists.dtype != torch.int32 and not lists.is_nested:
+        raise TypeError(f"block_indices must be int32 or int64, got {lists.dtype}")
+    check_kind("block_indices", lists, q, INT32)
 
-    Args:
-        tiles: of each packed sequence, or of each sequence of a batch: one number. None: not known.
+
+def check_lists(call: Call) -> None:
+    """Raise TypeError or ValueError unless lists are int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n].
+
+    Of packed sequences whose lengths the host does not know the number of tiles is checked within bounds, in a graph by
+    the operator.
     """
-    name, shape = "block_indices", getattr(block_indices, "shape", ())
-    if isinstance(block_indices, torch.Tensor) and block_indices.dtype != torch.int32 and not block_indices.is_nested:
-        raise TypeError(f"{name} must be int32 or int64, got {block_indices.dtype}")
-    check_kind(name, block_indices, q, INT32)
-    lead = tuple(shape[:1]) if tiles is None else (sum(tiles),) if packed else (q.shape[0], *tiles)
-    heads, shape = (Hkv, q.shape[-2]), tuple(shape)
+    lists, q, packed = call.block_indices, call.q, call.packed
+    if lists is None:
+        return
+    check_kind_of_lists(lists, q)
+    keys, shape = call.k if call.cache is None else call.cache.k_cache, tuple(lists.shape)
+    known, heads = not packed or call.spec.lengths is not None, (keys.shape[-2], q.shape[-2])
+    lead = shape[:1] if not known else (sum(call.num_lists),) if packed else (q.shape[0], *call.num_lists)
     # Not `in`: in graphs of PyTorch 2.11 no number is in a tuple of symbols.
     if shape[:-2] != lead or len(shape) < 2 or all(shape[-2] != count for count in heads) or shape[-1] == 0:
         said = ", ".join(map(str, lead))
-        raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
-
-
-def check_lists_of(call: Call) -> None:
-    """`check_lists`, as far as the host knows lengths; in a graph the operator checks the number of lists."""
-    lists, (q, k), spec = call.block_indices, call[:2], call.spec
-    if lists is None:
-        return
-    keys, tiles = k if call.cache is None else call.cache.k_cache, None
-    if not call.packed or spec.lengths is not None:
-        tiles = call.num_lists
-    check_lists(lists, q, keys.shape[-2], tiles, packed=call.packed)
-    if tiles is None and not torch.compiler.is_compiling():
+        raise ValueError(
+            f"block_indices must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}"
+        )
+    if not known and not torch.compiler.is_compiling():
         least, most = (call.config.num_tiles(q.shape[0], count) for count in (1, call.B))
-        if not least <= lists.shape[0] <= most:
-            raise ValueError(f"block_indices must have {least} to {most} lists, got {lists.shape[0]}")
+        if not least <= shape[0] <= most:
+            raise ValueError(f"block_indices must have {least} to {most} lists, got {shape[0]}")
+
+
+def tile_of_lists(count: int | None, lengths: Sequence[int]) -> int:
+    """The queries that share a list, by the number of lists: the smallest that fits; 1 where there is no number."""
+    for tile in Q_TILES:
+        if count is None or sum(-(-T // tile) for T in lengths) == count:
+            return tile
+    raise ValueError(
+        f"block_indices must have a list for each query, {sum(lengths)}, or for each tile of 2, 4, .. {WIDEST_TILE} "
+        f"queries, got {count} lists"
+    )
+
+
+def tile_of_packed_lists(count: int | None, total: int, sequences: int) -> int | None:
+    """`tile_of_lists` of packed sequences of any lengths; None where it depends on them."""
+    if count is None or count == total:
+        return 1
+    fit = [tile for tile in Q_TILES if -(-total // tile) <= count <= (total + sequences * (tile - 1)) // tile]
+    return fit[0] if len(fit) == 1 else None
 
 
 def check_positions(q_offset: torch.Tensor | int | None, pairs: Iterable[tuple[int, int]], *, causal: bool) -> None:

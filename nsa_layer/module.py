@@ -24,7 +24,7 @@ from nsa_layer.checks import (
 )
 from nsa_layer.config import NSAConfig, require_bools, require_one_of, require_sizes
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
-from nsa_layer.context_parallel.halo import compress_shard
+from nsa_layer.context_parallel.shard import compress_shard
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.host_constants import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,16 +11,19 @@ import torch.distributed as dist
 
 from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import (
+    Q_TILES,
     check_inputs,
+    check_kind_of_lists,
     check_lengths,
     check_lists,
     check_qkv,
     check_scale,
+    check_selected,
     check_starts,
     require_config,
     starts_of_lengths,
 )
-from nsa_layer.config import WIDEST_TILE, ListConfig, NSAConfig
+from nsa_layer.config import ListConfig
 from nsa_layer.context_parallel.layout import ShardLayout, resized
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 from nsa_layer.operators.registration import dispatcher_sees
@@ -100,19 +102,13 @@ def check_same_on_all_ranks(
 
 
 def check_shard(
-    call: Call,
-    cp: ContextParallel,
-    *,
-    config: NSAConfig,
-    softmax_scale: float | None,
-    causal: bool,
-    max_seqlen: int | None = None,
-    read: bool = True,
+    call: Call, cp: ContextParallel, *, read: bool = True, **static: Any
 ) -> tuple[CallSpec, dict[str, ShardLayout]]:
-    """Check a rank's arguments of `nsa` as shards of a whole call.
+    """Check a rank's arguments of `nsa`, or of `selected_attention`, as shards of a whole call.
 
     Args:
         read: read ``cu_seqlens``, which a graph does not; else nothing is checked that depends on lengths.
+        static: the function's arguments that say what is computed.
 
     Returns:
         The whole call's static side, and layouts by kind: "tokens"; "blocks", if there are compressed keys; "tiles". Of
@@ -121,24 +117,26 @@ def check_shard(
     Raises:
         TypeError, ValueError: an argument is bad, or the mode does not fit.
     """
-    (q, k, v), starts, lists = call[:3], call.cu_seqlens, call.block_indices
+    (q, k, v), starts, alone = call[:3], call.cu_seqlens, "block_size" in static
     packed = starts is not None
     check_qkv(q, k, v, packed=packed)
     cp.mode_of(k.shape[-2])
-    require_config(config)
     layouts = {TOKENS: token_layout(q.shape[-3], cp)}
+    chunk = layouts[TOKENS].counts[0]
+    config = _list_config(call, chunk, static["block_size"], static["deterministic"]) if alone else static["config"]
+    require_config(config)
     if config.q_tile == 1:
         layouts[TILES] = layouts[TOKENS]
     if packed and (torch.compiler.is_compiling() or not read):
-        if lists is not None:
-            check_lists(lists, q, k.shape[-2], [len(q)] if config.q_tile == 1 else None, packed=True)
-        return CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=lists is not None), layouts
+        scale, listed = check_scale(static["softmax_scale"], q.shape[-1]), call.block_indices is not None
+        spec = CallSpec(config, static["causal"], scale, listed=listed, alone=alone)
+        check_lists(call._replace(spec=spec))
+        return spec, layouts
     lengths = whole_lengths(starts, q, cp) if packed else (layouts[TOKENS].total,)
-    cut = cp, lengths, layouts[TOKENS].counts[0]
     if call.k_cmp is not None or call.v_cmp is not None:
-        layouts[BLOCKS] = ShardLayout.of_blocks(*cut, config.span, config.stride)
+        layouts[BLOCKS] = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
     if config.q_tile > 1:
-        layouts[TILES] = ShardLayout.of_blocks(*cut, 1, config.q_tile)
+        layouts[TILES] = ShardLayout.of_blocks(cp, lengths, chunk, 1, config.q_tile)
 
     def whole(name: str, x: Tensor | None) -> Tensor | None:
         """A stand-in on no device for the tensor that the ranks hold together."""
@@ -149,7 +147,7 @@ def check_shard(
         if name in WEIGHTS:
             return x.to("meta")
         layout = layouts[KINDS[name]]
-        expected = layout.local(cp.rank)
+        expected = layout.local
         if x.shape[not packed] != expected:
             lead = (expected,) if packed else (q.shape[0], expected)
             raise ValueError(f"{name} must have this rank's {KINDS[name]}, {lead}, first, got shape {tuple(x.shape)}")
@@ -157,31 +155,23 @@ def check_shard(
 
     stand_ins = {name: whole(name, getattr(call, name)) for name in (*WEIGHTS, *KINDS)}
     stand_ins["cu_seqlens"] = starts_of_lengths(lengths) if packed else None
-    options = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
-    return check_inputs(call._replace(**stand_ins), **options), layouts
+    return (check_selected if alone else check_inputs)(call._replace(**stand_ins), **static), layouts
 
 
-def check_list_shard(
-    call: Call, cp: ContextParallel, *, block_size: int, deterministic: bool, **options: Any
-) -> tuple[CallSpec, dict[str, ShardLayout]]:
-    """`check_shard` of `selected_attention`: the number of lists tells how many queries share one."""
-    q, shape, q_tile = call.q, getattr(call.block_indices, "shape", ()), 1
+def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -> ListConfig:
+    """Options of `selected_attention`: the number of lists tells how many queries of a chunk share one."""
     if call.q_offset is not None or call.cu_seqlens_k is not None:
         raise ValueError("cp: queries are those of all keys; cu_seqlens_k and q_offset must be None")
-    if isinstance(q, Tensor) and 3 <= q.dim() == len(shape) and shape[-3] != (local := q.shape[-3]):
-        chunk = token_layout(local, cp).counts[0]
-        tiles = (1 << i for i in range(1, min(WIDEST_TILE, chunk).bit_length()))
-        packed = call.cu_seqlens is not None
-        fit = [tile for tile in tiles if not packed and not chunk % tile and local // tile == shape[-3]]
-        if not fit:
-            raise ValueError(
-                f"block_indices must have a list for each of the rank's {local} queries, or, not packed, for each tile "
-                f"of its chunks of {chunk}, got {shape[-3]} lists"
-            )
-        q_tile = fit[0]
-    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
-    spec, layouts = check_shard(call, cp, config=config, **options)
-    return replace(spec, alone=True), layouts
+    lists, local = call.block_indices, call.q.shape[-3]
+    check_kind_of_lists(lists, call.q)
+    count = lists.shape[-3] if lists.dim() == call.q.dim() else local
+    q_tile = next((tile for tile in Q_TILES if tile * count == local), None)
+    if q_tile is None or (q_tile > 1 and (call.packed or chunk % q_tile)):
+        raise ValueError(
+            f"block_indices must have a list for each of the rank's {local} queries, or, not packed, for each tile of "
+            f"its chunks of {chunk}, got {count} lists"
+        )
+    return ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
 
 
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.call import DIFFERENTIABLE, Call, Saved, accumulation_dtype
-from nsa_layer.checks import check_lengths
-from nsa_layer.context_parallel.checks import WEIGHTS
+from nsa_layer.context_parallel.checks import WEIGHTS, whole_lengths
 from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, head_steps, query_shards, resized
 from nsa_layer.context_parallel.transport import Exchange, ranks_of
 from nsa_layer.cute.host_constants import numbers_on
@@ -44,34 +43,30 @@ class GatherLoop:
                 True if there will be a backward, and `static_of` the ranks.
             read: the lengths of packed sequences.
         """
-        call, lengths = Call(*tensors), None
-        self.kept, self.backward, *ranks = static[len(NAMES) :]
-        self.cp, (q, k), starts = ranks_of(*ranks), call[:2], call.cu_seqlens
-        if starts is not None:
-            whole = q.new_empty(q.shape[0] * self.cp.size, 0)
-            lengths = check_lengths(starts, whole, "cu_seqlens", "the ranks", read=read)
-        spec = static_spec(static, listed=call.block_indices is not None)
-        self.spec = spec = replace(spec, lengths=lengths)
-        self.call = call._replace(spec=spec)
-        cp, config, self.packed = self.cp, spec.config, q.dim() == 3
+        call, (self.kept, self.backward, *ranks) = Call(*tensors), static[len(NAMES) :]
+        self.cp, (q, k), self.packed = ranks_of(*ranks), call[:2], call.packed
+        lengths = whole_lengths(call.cu_seqlens, q, self.cp) if self.packed and read else None
+        self.spec = replace(static_spec(static, listed=call.block_indices is not None), lengths=lengths)
+        self.call = call._replace(spec=self.spec)
+        cp, config = self.cp, self.spec.config
         self.tokens = ShardLayout.of_tokens(cp, q.shape[-3])
         lengths, chunk = lengths or (self.tokens.total,), self.tokens.counts[0]
-        self.layouts = dict.fromkeys(GATHERED, self.tokens)
-        if call.k_cmp is not None or call.v_cmp is not None:
-            self.layouts |= dict.fromkeys(BLOCKS, ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride))
         # No query attends to keys behind it, unless lists name them or blocks are seen before they end.
-        cut = spec.causal and not spec.listed and config.offset >= config.span - 1
+        cut = self.spec.causal and not self.spec.listed and config.offset >= config.span - 1
         shards = query_shards(cp, q.shape[-3], lengths, cut=cut)
         self.shards: Sequence[QueryShard] = shards[cp.rank]
         # The same on every rank, unlike the groups of a memory plan.
         self.steps, self.G = head_steps(k.shape[-2], self.tokens.total), q.shape[-2] // k.shape[-2]
         self.ahead = int(self.tokens.total < OVERLAP_BELOW * (cp.size - 1))  # exchanges run beside attention
-        # Of each tensor that is gathered the rows that each rank's shards read.
-        self.ranges = {
-            name: [[self._rows(name, shard) for shard in of_rank] for of_rank in shards]
-            for name in GATHERED
-            if getattr(call, name) is not None
-        }
+        # Of each tensor that is gathered its rows, and those that each rank's shards read.
+        self.layouts = {}
+        for name in GATHERED:
+            if getattr(call, name) is not None:
+                rows = self.tokens
+                if name in BLOCKS:
+                    rows = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
+                ranges = [[self._rows(name, shard) for shard in of_rank] for of_rank in shards]
+                self.layouts[name] = rows._replace(ranges=ranges)
 
     def _rows(self, name: str, shard: QueryShard) -> slice:
         if name in BLOCKS:
@@ -106,7 +101,7 @@ class GatherLoop:
         for name, x in zip(DIFFERENTIABLE, self.call):
             if x is not None:
                 grads[name] = x.new_zeros(x.shape, dtype=exactly) if name in WEIGHTS else x.new_empty(x.shape)
-        d_keys = [{name: [] for name in self.ranges} for _ in self.steps]
+        d_keys = [{name: [] for name in self.layouts} for _ in self.steps]
         for step, keys in self._exchanged(d_keys, grads):
             for i in reversed(range(len(self.shards))):
                 call, of_rank, rows = self._shard_call(step, i, keys)
@@ -138,7 +133,7 @@ class GatherLoop:
 
     def _exchanged(
         self, d_keys: Sequence[dict[str, list[Tensor]]] = (), grads: dict[str, Tensor] | None = None
-    ) -> Iterator[tuple[int, dict[str, list[Tensor]]]]:
+    ) -> Iterator[tuple[int, dict[str, Sequence[Tensor]]]]:
         """Each step, and what each shard reads of the tensors that are gathered.
 
         A step's exchange also sends `d_keys` of the step before, each shard's gradients of these tensors, and writes
@@ -148,36 +143,37 @@ class GatherLoop:
             from nsa_layer.kernels.launch import aligned_rows
 
             self.call = self.call.map(aligned_rows, DIFFERENTIABLE)
-        behind = 1 + self.ahead
-        count, exchanges = len(self.steps) + (behind if d_keys else 0), deque()
-        for step in range(count):
-            for at in range(step + self.ahead if step else 0, min(count, step + behind)):
-                exchanges.append(self._start(at, d_keys[at - behind] if d_keys and at >= behind else {}, grads))
-            exchange, keys = exchanges.popleft()
+        behind, started = 1 + self.ahead, deque()
+        for at in range(len(self.steps) + behind):
+            started.append(self._start(at, d_keys[at - behind] if d_keys and at >= behind else {}, grads))
+            if len(started) > self.ahead:
+                exchange, keys = started.popleft()
+                exchange.wait()
+                if at - self.ahead < len(self.steps):
+                    yield at - self.ahead, keys
+                del keys
+        for exchange, _ in started:
             exchange.wait()
-            if step < len(self.steps):
-                yield step, keys
-            del keys
 
     def _start(
         self, step: int, d_keys: dict[str, list[Tensor]], grads: dict[str, Tensor] | None
-    ) -> tuple[Exchange, dict[str, list[Tensor]]]:
+    ) -> tuple[Exchange, dict[str, Sequence[Tensor]]]:
         """Start to gather a step's tensors, if there is such a step, and to sum those of `d_keys`."""
-        exchange, keys = Exchange(self.cp, kernels=self.spec.backend == "cute"), {}
+        exchange, keys = Exchange(kernels=self.spec.backend == "cute"), {}
 
         def heads(x: Tensor, step: int) -> Tensor:
             return self._batch(x)[:, :, slice(*self.steps[step])]
 
-        for name, ranges in self.ranges.items() if step < len(self.steps) else ():
-            x, layout, rows = heads(getattr(self.call, name), step), self.layouts[name], ranges[self.cp.rank]
+        for name, layout in self.layouts.items() if step < len(self.steps) else ():
+            x = heads(getattr(self.call, name), step)
             if name in WINDOW:
-                keys[name] = exchange.gather(x, layout, ranges)
-            else:
-                (whole,) = exchange.gather(x, layout)
-                keys[name] = [whole[:, each] for each in rows]
+                keys[name] = exchange.gather(x, layout).split(layout.sizes, 1)
+            else:  # all rows once, of which ranges share many
+                whole = exchange.gather(x, layout._replace(ranges=None))
+                keys[name] = [whole[:, rows] for rows in layout.read[self.cp.rank]]
         for name, ds in d_keys.items():
             out = heads(grads[name], step - 1 - self.ahead)
-            exchange.reduce_scatter([*map(self._batch, ds)], self.layouts[name], out, self.ranges[name])
+            exchange.reduce_scatter([*map(self._batch, ds)], self.layouts[name], out)
         d_keys.clear()
         exchange.start()
         return exchange, keys
@@ -187,7 +183,7 @@ class GatherLoop:
         return x[None] if self.packed else x
 
     def _shard_call(
-        self, step: int, i: int, keys: dict[str, list[Tensor]]
+        self, step: int, i: int, keys: dict[str, Sequence[Tensor]]
     ) -> tuple[Call, dict[str, tuple[Any, ...]], slice | None]:
         """A shard of a step as an ordinary call; by name its part of the tensors that this rank has; and the rows of k
         and v that its window reads, from a whole tile on, where the window has no keys of its own."""

@@ -23,31 +23,30 @@ STEPS_FROM = 1 << 16  # tokens of all ranks from which on heads are exchanged a 
 # Tokens times key/value heads of a step, at most: a rank then takes as much memory as one GPU for a rank's tokens.
 STEP_TOKENS = 3 << 20
 BlockRange = tuple[slice, tuple[int, ...], int]  # tokens, how many of each sequence, blocks
-Ranges = Sequence[Sequence[slice]]  # of each rank, of rows of the whole sequence or pack
 
 
 class ShardLayout(NamedTuple):
-    """Rows of each chunk, in the order of the sequence, and the ranks that hold the chunks.
+    """Rows of each chunk, in the order of the sequence, and the rows of all ranks that each rank reads.
 
     Attributes:
         counts: rows of each chunk.
-        size, load_balance: as in `ContextParallel`.
+        cp: the ranks that hold the chunks.
+        ranges: of each rank, of rows of the whole sequence or pack; None: all rows.
     """
 
     counts: tuple[int, ...]
-    size: int
-    load_balance: str | None
+    cp: ContextParallel
+    ranges: Sequence[Sequence[slice]] | None = None
 
     @classmethod
     def of_tokens(cls, cp: ContextParallel, local: int) -> ShardLayout:
         """Layout of tokens, of which each rank holds `local`."""
-        return cls((local // len(cp.chunks),) * cp.num_chunks, cp.size, cp.load_balance)
+        return cls((local // len(cp.chunks),) * cp.num_chunks, cp)
 
     @classmethod
     def of_blocks(cls, cp: ContextParallel, lengths: Sequence[int], chunk: int, span: int, stride: int) -> ShardLayout:
         """Layout of the complete blocks of sequences that are cut into chunks of `chunk` tokens."""
-        counts = tuple(count for *_, count in block_ranges(lengths, chunk, span, stride))
-        return cls(counts, cp.size, cp.load_balance)
+        return cls(tuple(count for *_, count in block_ranges(lengths, chunk, span, stride)), cp)
 
     @property
     def total(self) -> int:
@@ -55,30 +54,36 @@ class ShardLayout(NamedTuple):
         return sum(self.counts)
 
     @property
-    def all_rows(self) -> Ranges:
-        """All rows, for each rank."""
-        return [[slice(0, self.total)]] * self.size
+    def local(self) -> int:
+        """Rows of this rank."""
+        return sum(self.counts[chunk] for chunk in self.cp.chunks)
 
-    def local(self, rank: int) -> int:
-        """Rows of a rank."""
-        return sum(self.counts[chunk] for chunk in rank_chunks(rank, self.size, self.load_balance))
+    @property
+    def read(self) -> Sequence[Sequence[slice]]:
+        """Ranges of each rank."""
+        return [[slice(0, self.total)]] * self.cp.size if self.ranges is None else self.ranges
 
-    def pieces(self, ranges: Ranges, rank: int) -> Iterator[tuple[int, int, slice, int, slice]]:
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each range that this rank reads."""
+        return [rows.stop - rows.start for rows in self.read[self.cp.rank]]
+
+    def pieces(self) -> Iterator[tuple[int, int, slice, int, slice]]:
         """Each part of a range that is in one chunk, where the range or the chunk is this rank's.
 
         Returns:
             (rank whose range it is, number of the range, rows in it; rank that holds the rows, rows in its shard).
         """
-        starts, chunks = (0, *accumulate(self.counts)), []  # rank, first row, end, first row in the shard
-        for holder in range(self.size):
+        starts, chunks, cp = (0, *accumulate(self.counts)), [], self.cp  # rank, first row, end, first row in the shard
+        for holder in range(cp.size):
             first = 0
-            for chunk in rank_chunks(holder, self.size, self.load_balance):
+            for chunk in rank_chunks(holder, cp.size, cp.load_balance):
                 chunks.append((holder, starts[chunk], starts[chunk + 1], first))
                 first += self.counts[chunk]
-        own = [chunk for chunk in chunks if chunk[0] == rank]
-        for reader, of_rank in enumerate(ranges):
+        own = [chunk for chunk in chunks if chunk[0] == cp.rank]
+        for reader, of_rank in enumerate(self.read):
             for i, rows in enumerate(of_rank):
-                for holder, begin, end, first in chunks if reader == rank else own:
+                for holder, begin, end, first in chunks if reader == cp.rank else own:
                     start, stop = max(rows.start, begin), min(rows.stop, end)
                     if start < stop:
                         local = slice(first + start - begin, first + stop - begin)

@@ -1,14 +1,16 @@
-"""Cut whole sequences into the parts that ranks hold, and put them together again."""
+"""Shards of whole sequences: cut, put together, and compressed by a module."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks
-from nsa_layer.context_parallel.layout import ShardLayout
-from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.layout import ShardLayout, block_ranges
+from nsa_layer.context_parallel.spec import ContextParallel, rank_chunks
 from nsa_layer.context_parallel.transport import gather
 
 
@@ -58,8 +60,40 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
     check_same_on_all_ranks(cp, [check], x=x, dim=dim)
     check()
     parts = x.movedim(dim, 0)
-    (whole,) = gather(parts[None], ShardLayout.of_tokens(cp, len(parts)), cp)
-    return whole[0].movedim(0, dim)
+    return gather(parts[None], ShardLayout.of_tokens(cp, len(parts)))[0].movedim(0, dim)
+
+
+def compress_shard(
+    x: torch.Tensor,
+    lengths: tuple[int, ...] | None,
+    cp: ContextParallel,
+    compress: Callable[[torch.Tensor, tuple[int, ...] | None], torch.Tensor],
+    *,
+    config: NSAConfig,
+) -> torch.Tensor:
+    """Compressed rows of the blocks that start in this rank's chunks, and reach into the next ranks' tokens.
+
+    Args:
+        x: [B, n, H, D], packed [n, H, D].
+        lengths: of the whole call's packed sequences.
+        compress: [B, T, H, D] -> [B, Tc, H, D], or packed and lengths -> packed.
+
+    Returns:
+        [B, rows, H, D], packed [rows, H, D].
+
+    Raises:
+        NotImplementedError: a graph would have to know lengths of packed sequences.
+    """
+    if lengths is None and x.dim() == 3:
+        raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
+    batch = x if lengths is None else x[None]
+    layout = ShardLayout.of_tokens(cp, batch.shape[1])
+    blocks = block_ranges(lengths or (layout.total,), layout.counts[0], config.span, config.stride)
+    ranges = [[blocks[chunk][0] for chunk in rank_chunks(r, cp.size, cp.load_balance)] for r in range(cp.size)]
+    layout, rows = layout._replace(ranges=ranges), []
+    for tokens, chunk in zip(gather(batch, layout).split(layout.sizes, 1), cp.chunks, strict=True):
+        rows.append(compress(tokens, None) if lengths is None else compress(tokens[0], blocks[chunk][1]))
+    return torch.cat(rows, dim=1 if lengths is None else 0)
 
 
 def _check(x: torch.Tensor, cp: ContextParallel, dim: int, *, part: bool = False) -> None:

@@ -6,19 +6,22 @@ Graphs have them in operators, which send the same messages when they run: `exch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nsa_layer.context_parallel.layout import Ranges, ShardLayout
+from nsa_layer.context_parallel.layout import ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.chunked import sum_rounded
 from nsa_layer.operators.registration import OPS, differentiate, register
 
 Tensor = torch.Tensor
 Addends = list[tuple[slice, Tensor]]  # rows of a sum, and what is to be added there
+INVERSE = dict(to_heads="to_tokens", to_tokens="to_heads", gather="reduce_scatter", reduce_scatter="gather")
+CP = "str group_name, str? load_balance, int rank, int size"  # the rank too: graphs are kept by their constants
 
 
 class Exchange:
@@ -29,11 +32,9 @@ class Exchange:
     `wait` runs beside the exchange. Every rank adds the same tensors in the same order.
     """
 
-    def __init__(self, cp: ContextParallel, *, kernels: bool = False) -> None:
+    def __init__(self, *, kernels: bool = False) -> None:
         """kernels: sums may use the layer's own kernels."""
-        self.cp, self.kernels = cp, kernels
-        self.held: Sequence[Tensor | None] = ()  # buffers between two halves of an exchange
-        self._messages, self._works, self._sums = [], [], []
+        self.kernels, self._messages, self._works, self._sums = kernels, [], [], []
 
     def start(self) -> None:
         """Launch, after everything that was launched before on the current stream."""
@@ -48,120 +49,133 @@ class Exchange:
             _add_up(out, addends, kernels=self.kernels)
         self._messages, self._works, self._sums = [], [], []
 
-    def gather(self, x: Tensor | Sequence[Tensor], layout: ShardLayout, ranges: Ranges | None = None) -> list[Tensor]:
-        """[B, rows, ...] for each of this rank's ranges, of all ranks' rows.
+    def gather(self, x: Tensor, layout: ShardLayout) -> Tensor:
+        """This rank's rows x [B, n, ...] -> the rows of all ranks that it reads, [B, rows, ...]."""
+        return self._gather([x] * layout.cp.size, layout, in_place=layout.ranges is None)
 
-        Args:
-            x: this rank's rows [B, n, ...]; a sequence has those for each rank.
-            ranges: of each rank; None: all rows.
-        """
-        rank, in_place = self.cp.rank, ranges is None and isinstance(x, Tensor)  # what is sent is in the buffer too
-        xs, ranges = [x] * self.cp.size if isinstance(x, Tensor) else x, ranges or layout.all_rows
-        buffers = [xs[0].new_empty((len(xs[0]), rows.stop - rows.start, *xs[0].shape[2:])) for rows in ranges[rank]]
-        for reader, i, rows, holder, local in layout.pieces(ranges, rank):
-            if reader == holder:
-                copy(buffers[i][:, rows], xs[rank][:, local])
-            elif holder == rank:
-                self._add(dist.isend, buffers[0][:, rows] if in_place else contiguous(xs[reader][:, local]), reader)
-            else:
-                self._add(dist.irecv, buffers[i][:, rows], holder)
-        return buffers
-
-    def reduce_scatter(
-        self, addends: Sequence[Tensor], layout: ShardLayout, out: Tensor, ranges: Ranges | None = None
-    ) -> None:
-        """Write sums over the ranks to this rank's rows `out` [B, n, ...]: made in fp32, and rounded once.
-
-        Args:
-            addends: [B, rows, ...] for each of this rank's ranges.
-            ranges: as for `gather`.
-        """
-        self._sums.append((out, self._scatter(addends, layout, ranges)))
+    def reduce_scatter(self, xs: Tensor | Sequence[Tensor], layout: ShardLayout, out: Tensor | None = None) -> Tensor:
+        """Rows as of `gather`, or those of each range -> this rank's rows `out` [B, n, ...]: sums over the ranks and
+        ranges, made in fp32, and rounded once."""
+        if isinstance(xs, Tensor):
+            xs = xs.split(layout.sizes, 1)
+        out = xs[0].new_empty((len(xs[0]), layout.local, *xs[0].shape[2:])) if out is None else out
+        self._sums.append((out, self._scatter(xs, layout)))
+        return out
 
     def to_heads(self, x: Tensor, layout: ShardLayout) -> Tensor:
         """This rank's rows x [B, n, R, h, ...], heads r to rank r -> all rows of this rank's heads, [B, N, h, ...]."""
-        return self.gather(x.unbind(2), layout)[0]
+        return self._gather(x.unbind(2), layout)
 
     def to_tokens(self, x: Tensor, layout: ShardLayout) -> Tensor:
         """All rows x [B, N, h, ...] of this rank's heads -> this rank's rows of all heads, [B, n, R, h, ...]."""
-        rank = self.cp.rank
-        buffer = x.new_empty((self.cp.size, len(x), layout.local(rank), *x.shape[2:]))
+        size, rank = layout.cp.size, layout.cp.rank
+        buffer = x.new_empty((size, len(x), layout.local, *x.shape[2:]))
         for local, own in self._scatter([x], layout, into=buffer):
             copy(buffer[rank, :, local], own)
         return buffer.movedim(0, 2)
 
-    def _scatter(
-        self, xs: Sequence[Tensor], layout: ShardLayout, ranges: Ranges | None = None, into: Tensor | None = None
-    ) -> Addends:
-        """This rank's rows of all ranks' tensors, arguments as for `reduce_scatter`.
+    def _gather(self, xs: Sequence[Tensor], layout: ShardLayout, *, in_place: bool = False) -> Tensor:
+        """The rows that this rank reads, of those that each rank has for it.
+
+        Args:
+            xs: this rank's rows for each rank.
+            in_place: what is sent is in the result too.
+        """
+        rank = layout.cp.rank
+        whole = xs[0].new_empty((len(xs[0]), sum(layout.sizes), *xs[0].shape[2:]))
+        ranges = whole.split(layout.sizes, 1)
+        for reader, i, rows, holder, local in layout.pieces():
+            if reader == holder:
+                copy(ranges[i][:, rows], xs[rank][:, local])
+            elif holder == rank:
+                self._add(dist.isend, whole[:, rows] if in_place else contiguous(xs[reader][:, local]), reader, layout)
+            else:
+                self._add(dist.irecv, ranges[i][:, rows], holder, layout)
+        return whole
+
+    def _scatter(self, xs: Sequence[Tensor], layout: ShardLayout, into: Tensor | None = None) -> Addends:
+        """This rank's rows of what all ranks have for the ranges that they read.
 
         Args:
             into: [R, B, n, ...] takes the other ranks' rows, which are not returned then.
         """
-        xs, rank, received = [contiguous(x) for x in xs], self.cp.rank, []
-        for reader, i, rows, holder, local in layout.pieces(ranges or layout.all_rows, rank):
+        xs, rank, received = [contiguous(x) for x in xs], layout.cp.rank, []
+        for reader, i, rows, holder, local in layout.pieces():
             if holder != rank:
-                self._add(dist.isend, xs[i][:, rows], holder)
+                self._add(dist.isend, xs[i][:, rows], holder, layout)
             elif reader == rank:
                 received.append((local, xs[i][:, rows]))
             elif into is None:
                 received.append((local, xs[0].new_empty((len(xs[0]), local.stop - local.start, *xs[0].shape[2:]))))
-                self._add(dist.irecv, received[-1][1], reader)
+                self._add(dist.irecv, received[-1][1], reader, layout)
             else:
-                self._add(dist.irecv, into[reader, :, local], reader)
+                self._add(dist.irecv, into[reader, :, local], reader, layout)
         return received
 
-    def _add(self, how: Callable[..., Any], x: Tensor, rank: int) -> None:
+    def _add(self, how: Callable[..., Any], x: Tensor, rank: int, layout: ShardLayout) -> None:
         for row in x.unbind():
             if row.numel():
-                self._messages.append(dist.P2POp(how, row, group=self.cp.group, group_peer=rank))
+                self._messages.append(dist.P2POp(how, row, group=layout.cp.group, group_peer=rank))
 
 
-def exchange(
-    way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout], cp: ContextParallel, ranges: Ranges | None = None
-) -> tuple[Tensor, ...]:
-    """An `Exchange` from start to end by the operator, differentiable: of tensors, or of one tensor's ranges.
+class Linear(torch.autograd.Function):
+    """A linear function of tensors, whose backward is another one: each takes and returns tensors, or None."""
 
-    Args:
-        way: "to_heads" or "to_tokens"; "gather" of one tensor, or "reduce_scatter" of its addends.
-    """
-    return _Exchange.apply(way, layouts, cp, ranges, *xs)
-
-
-def gather(x: Tensor, layout: ShardLayout, cp: ContextParallel, ranges: Ranges | None = None) -> tuple[Tensor, ...]:
-    """Differentiable `Exchange.gather`."""
-    return exchange("gather", [x], [layout], cp, ranges or layout.all_rows)
-
-
-INVERSE = dict(to_heads="to_tokens", to_tokens="to_heads", gather="reduce_scatter", reduce_scatter="gather")
-
-
-class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, way: str, layouts: Sequence[ShardLayout], cp: ContextParallel, ranges: Ranges | None, *xs: Tensor
+        ctx: Any, apply: Callable[..., Sequence[Tensor]], transposed: Callable[..., Any], *xs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.static = way, layouts, cp, ranges
-        return tuple(_by_operator(way, xs, layouts, cp, ranges))
+        ctx.transposed, outputs = transposed, tuple(apply(*xs))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x, needed in zip(outputs, ctx.needs_input_grad[2:]) if not needed))
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, *ds: Tensor) -> tuple[Tensor | None, ...]:
-        (way, layouts, cp, ranges), needs = ctx.static, ctx.needs_input_grad[4:]
-        if ranges is None:
-            ds, layouts = zip(*((d, of) for d, of, need in zip(ds, layouts, needs) if need))
-        grads = iter(_by_operator(INVERSE[way], ds, layouts, cp, ranges))
-        return *(None,) * 4, *(next(grads) if need else None for need in needs)
+    def backward(ctx: Any, *ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.transposed(*ds)
 
 
-def _by_operator(
-    way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout], cp: ContextParallel, ranges: Ranges | None
-) -> list[Tensor]:
-    counts = [count for layout in layouts for count in layout.counts]
-    ends = [end for of_rank in ranges or () for rows in of_rank for end in (rows.start, rows.stop)]
-    return OPS.exchange.default(list(xs), way, counts, ends, *static_of(cp))
+def exchange(way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> tuple[Tensor, ...]:
+    """A method of `Exchange` from start to end by the operator, differentiable.
+
+    Args:
+        way: the method's name.
+        layouts: of each tensor; ranges are those of one tensor alone.
+    """
+    return Linear.apply(partial(_by_operator, way, layouts), partial(_by_operator, INVERSE[way], layouts), *xs)
 
 
-CP = "str group_name, str? load_balance, int rank, int size"  # the rank too: graphs are kept by their constants
+def gather(x: Tensor, layout: ShardLayout) -> Tensor:
+    """Differentiable `Exchange.gather`."""
+    return exchange("gather", [x], [layout])[0]
+
+
+def start_exchange(way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> Callable[[], tuple[Tensor, ...]]:
+    """Start an `exchange` without an operator, and return what waits for it; backward is in two halves as well."""
+    together, held = Exchange(), []
+
+    def start(way: str, *xs: Tensor | None) -> list[Tensor | None]:
+        add = getattr(together, way)
+        held[:] = [None if x is None else add(x, layout) for x, layout in zip(xs, layouts, strict=True)]
+        together.start()
+        return [None if x is None else x.new_empty(0) for x in xs]
+
+    def wait(*_: Tensor | None) -> list[Tensor | None]:
+        together.wait()
+        received, held[:] = list(held), []
+        return received
+
+    sent = Linear.apply(partial(start, way), wait, *xs)
+    return lambda: Linear.apply(wait, partial(start, INVERSE[way]), *sent)
+
+
+def _by_operator(way: str, layouts: Sequence[ShardLayout], *xs: Tensor | None) -> list[Tensor | None]:
+    present = [layout for x, layout in zip(xs, layouts, strict=True) if x is not None]
+    counts = [count for layout in present for count in layout.counts]
+    ends = [end for of_rank in layouts[0].ranges or () for rows in of_rank for end in (rows.start, rows.stop)]
+    tensors = [x for x in xs if x is not None]
+    outputs = iter(OPS.exchange.default(tensors, way, counts, ends, *static_of(layouts[0].cp)))
+    return [None if x is None else next(outputs) for x in xs]
 
 
 def static_of(cp: ContextParallel) -> tuple[str, str | None, int, int]:
@@ -174,11 +188,11 @@ def ranks_of(group_name: str, load_balance: str | None, rank: int, size: int) ->
     return ContextParallel(dist.distributed_c10d._resolve_process_group(group_name), load_balance=load_balance)
 
 
-def _arguments(counts: Sequence[int], ends: Sequence[int], cp: ContextParallel) -> tuple[list[ShardLayout], Ranges]:
-    """Layouts and ranges of the operator's numbers."""
-    layouts = [ShardLayout(tuple(of), cp.size, cp.load_balance) for of in _split(counts, cp.num_chunks)]
+def _layouts(counts: Sequence[int], ends: Sequence[int], cp: ContextParallel) -> list[ShardLayout]:
+    """Layouts of the operator's numbers."""
     rows = [slice(*pair) for pair in _split(ends, 2)]
-    return layouts, _split(rows, len(rows) // cp.size or 1)
+    ranges = _split(rows, len(rows) // cp.size) if rows else None
+    return [ShardLayout(tuple(of), cp, ranges) for of in _split(counts, cp.num_chunks)]
 
 
 def _split(x: Sequence[Any], size: int) -> list[Sequence[Any]]:
@@ -186,31 +200,20 @@ def _split(x: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 
 def _exchange(xs: list[Tensor], way: str, counts: list[int], ends: list[int], *cp: Any) -> list[Tensor]:
-    cp = ranks_of(*cp)
-    (layouts, ranges), together = _arguments(counts, ends, cp), Exchange(cp)
-    if way == "gather":
-        outputs = together.gather(xs[0], layouts[0], ranges)
-    elif way == "reduce_scatter":
-        outputs = [xs[0].new_empty((len(xs[0]), layouts[0].local(cp.rank), *xs[0].shape[2:]))]
-        together.reduce_scatter(xs, layouts[0], outputs[0], ranges)
-    else:
-        outputs = [getattr(together, way)(x, layout) for x, layout in zip(xs, layouts, strict=True)]
+    together = Exchange()
+    outputs = [getattr(together, way)(*pair) for pair in zip(xs, _layouts(counts, ends, ranks_of(*cp)), strict=True)]
     together.start()
     together.wait()
     return [x.contiguous() for x in outputs]
 
 
 def _exchange_fake(xs: list[Tensor], way: str, counts: list[int], ends: list[int], *cp: Any) -> list[Tensor]:
-    cp, x = ranks_of(*cp), xs[0]
-    layouts, ranges = _arguments(counts, ends, cp)
-    if way == "gather":
-        return [x.new_empty((len(x), rows.stop - rows.start, *x.shape[2:])) for rows in ranges[cp.rank]]
-    if way == "reduce_scatter":
-        return [x.new_empty((len(x), layouts[0].local(cp.rank), *x.shape[2:]))]
-    if way == "to_heads":
-        return [x.new_empty((len(x), layout.total, *x.shape[3:])) for x, layout in zip(xs, layouts)]
-    shapes = [(len(x), layout.local(cp.rank), cp.size, *x.shape[2:]) for x, layout in zip(xs, layouts)]
-    return [x.new_empty(shape) for x, shape in zip(xs, shapes)]
+    def shape(x: Tensor, layout: ShardLayout) -> tuple[int, ...]:
+        rows = dict(gather=(sum(layout.sizes),), reduce_scatter=(layout.local,), to_heads=(layout.total,))
+        rows["to_tokens"] = layout.local, layout.cp.size
+        return len(x), *rows[way], *x.shape[3 if way == "to_heads" else 2 :]
+
+    return [x.new_empty(shape(x, layout)) for x, layout in zip(xs, _layouts(counts, ends, ranks_of(*cp)))]
 
 
 _schema = f"exchange(Tensor[] xs, str way, SymInt[] counts, SymInt[] ends, {CP}) -> Tensor[]"

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from nsa_layer import derivatives, support
 from nsa_layer.call import DIFFERENTIABLE, LSES, TENSORS, Aux, Call, CallSpec, Saved
-from nsa_layer.checks import check_lists_of, check_positions, lengths_known, starts_of_lengths, with_lengths
+from nsa_layer.checks import check_lists, check_positions, lengths_known, starts_of_lengths, with_lengths
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
@@ -171,7 +171,7 @@ def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
     *static, heads, budget, kept, bound, needs_grad = args[INPUTS:]
     call = _call(args[:INPUTS], static, bound)
     q, spec = call.q, call.spec
-    check_lists_of(call)
+    check_lists(call)
     if call.alone and spec.lengths_known:
         pairs = zip(spec.lengths or q.shape[1:2], spec.key_lengths or call.k.shape[1:2])
         check_positions(call.q_offset, tuple(pairs), causal=spec.causal)

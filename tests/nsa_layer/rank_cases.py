@@ -123,7 +123,7 @@ def own_heads_in_two(call: Call, tokens: ShardLayout, cp: ContextParallel) -> li
 def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, listed: bool = False) -> None:
     """As long calls on a GPU: some heads at a time, the next exchange beside attention, or as in the longest behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "_step_sizes", own_heads_in_two)
+        patch.setattr(heads, "step_sizes", own_heads_in_two)
         patch.setattr(layout, "STEP_TOKENS", 1)
         if load_balance is None:
             patch.setattr(gather_loop, "OVERLAP_BELOW", 1)

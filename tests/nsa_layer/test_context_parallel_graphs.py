@@ -21,18 +21,17 @@ from nsa_tools.testing.cases import LSES, Case, make_inputs
 @pytest.mark.parametrize("counts", [(2, 2, 2, 2), (2, 3, 1, 2)])
 @by_ranks()
 def test_graphs_have_exchanges(group: Any, counts: tuple[int, ...]) -> None:
-    cp, rows = ContextParallel(group), ShardLayout(counts, 2, "zigzag")
-    ranges = [[slice(1, 4)], [slice(3, sum(counts))]]
+    cp = ContextParallel(group)
+    rows, ranges = ShardLayout(counts, cp), [[slice(1, 4)], [slice(3, sum(counts))]]
 
     def there_and_back(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (whole,) = gather(x, rows, cp)
-        (some,) = gather(x, rows, cp, ranges)
-        (here,) = exchange("to_heads", [x.detach()[:, :, None].expand(-1, -1, 2, -1)], [rows], cp)
-        (back,) = exchange("to_tokens", [here], [rows], cp)
+        whole, some = gather(x, rows), gather(x, rows._replace(ranges=ranges))
+        (here,) = exchange("to_heads", [x.detach()[:, :, None].expand(-1, -1, 2, -1)], [rows])
+        (back,) = exchange("to_tokens", [here], [rows])
         (dx,) = torch.autograd.grad(some.sum(), x)
         return whole, some, here, back, dx
 
-    x = torch.randn(2, rows.local(cp.rank), 3, requires_grad=True)
+    x = torch.randn(2, rows.local, 3, requires_grad=True)
     traced = make_fx(there_and_back)(x)
     assert [node.target for node in traced.graph.nodes].count(OPS.exchange.default) == 5
     for run in (there_and_back, traced):

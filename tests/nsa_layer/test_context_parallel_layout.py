@@ -96,7 +96,7 @@ def test_auto_takes_heads_where_ranks_divide_them(group: Any) -> None:
     assert (cp.mode_of(3), cp.mode_of(8), cp.mode_of(8, gather=True)) == ("gather", "heads", "gather")
     q, k = torch.randn(1, 16, 8, 8), torch.randn(1, 16, 2, 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "attend_layer", None)
+        patch.setattr(heads, "attend", None)
         nsa(q[:, :, :3], q[:, :, :3], q[:, :, :3], config=SMALL, cp=cp)
         with pytest.raises(TypeError, match="not callable"):
             nsa(q, k, k, config=SMALL, cp=cp)

@@ -12,8 +12,8 @@ from stub_kernels import LAUNCHED, stubbed_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuzz.oracle import dense
-from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected, selected_attention, support
-from nsa_layer.selected import TILES
+from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected_attention, support
+from nsa_layer.checks import Q_TILES, tile_of_lists, tile_of_packed_lists
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing import cases
 from nsa_tools.testing.cases import make_inputs, run
@@ -171,14 +171,13 @@ def test_the_number_of_lists_tells_the_tile_of_packed_sequences() -> None:
     """The number of lists tells their tile for any lengths, or lengths are looked at."""
     told, generator = 0, torch.Generator().manual_seed(0)
     for sequences, most in ((1, 2000), (3, 300), (40, 90)):
-        for tile in TILES:
+        for tile in Q_TILES:
             lengths = [*torch.randint(0, most, (sequences,), generator=generator).tolist(), 1]
-            lists = torch.zeros(sum(-(-T // tile) for T in lengths), 2, 3, dtype=torch.int32)
-            want = selected._tile_of(lists, lengths, packed=True)
-            got = selected._tile_of_any(lists, sum(lengths), len(lengths))
-            assert got in (want, None), (lengths, tile)
+            count = sum(-(-T // tile) for T in lengths)
+            got = tile_of_packed_lists(count, sum(lengths), len(lengths))
+            assert got in (tile_of_lists(count, lengths), None), (lengths, tile)
             told += got is not None
-    assert told >= len(TILES), "whole sequences are much longer than tiles"
+    assert told >= len(Q_TILES), "whole sequences are much longer than tiles"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,13 +13,12 @@ from transformers import AttentionInterface
 from transformers.utils import TransformersKwargs
 
 from nsa_layer import autocast
-from nsa_layer.api import nsa
+from nsa_layer.api import nsa, selected_attention
 from nsa_layer.block_mlp import Compressors, compress_sequences
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.cache import NSACacheLayer
 from nsa_layer.integrations.hf.packing import BatchPacking, of_positions
 from nsa_layer.kvcache.api import nsa_with_kvcache
-from nsa_layer.selected import selected_attention
 
 Tensor = torch.Tensor
 CHANGES_RESULT = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "attention_bias", "alibi", "indices")
