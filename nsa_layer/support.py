@@ -1,11 +1,11 @@
-"""Tables of what the kernels support on each architecture; every refusal and every choice of a backend reads them."""
+"""The table of what the kernels support on each architecture; every refusal and every choice of a backend reads it."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
@@ -20,7 +20,7 @@ BACKENDS = {
     "eager": "nsa_layer.eager.pages",
     "reference": "nsa_layer.reference",
 }
-ARCHITECTURES = (90, 100)
+ARCHITECTURES = {90: "runs", 100: "compiles"}  # what no GPU has run is compiled, and traced in tests
 KV_TILE = 128  # tokens of the kernels' key/value tile
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
 UNION_BLOCK = 64  # keys of an entry of a union, which is what a tile reads of its tokens' lists
@@ -30,30 +30,7 @@ MOST_BLOCKS, MOST_OVERLAPS = 64, 64
 INDEX_DIMS = (16, 32, 64, 128)
 MOST_HEADS_BY_TILE, MOST_HEADS_BY_TOKEN = 32, 128
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-# (D, Dv) of attention, and where the kernels take it.
-HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
-ROW_LENGTHS = {D for dims, archs in HEAD_DIMS.items() if archs for D in dims}
-# Of PyTorch, that take the layer whatever a call asks for (see docs/pytorch.md), and those that take no reference:
-# it loops over sequences, and is no operator.
-PYTORCH = {
-    "torch.compile, fullgraph, any length": True,
-    "torch.compile, packed sequences": False,
-    "torch.compile, reduce-overhead": False,
-    "torch.export, strict and not, any length": False,
-    "AOTInductor": False,
-    "torch.utils.checkpoint, both kinds": True,
-    "selective checkpoints by operator": False,
-    "save_on_cpu": True,
-    "autocast": True,
-    "GradScaler, gradient accumulation": True,
-    "FSDP2": True,
-    "DDP": True,
-    "parametrize": True,
-    "state_dict, deepcopy, pickle": True,
-    "meta device, to_empty, reset_parameters": True,
-    "functional_call": True,
-    "profiler, operators and parts by name": False,
-}
+ROW_LENGTHS = (64, 128)  # D, which Dv is too
 
 
 def pages(backend: str) -> ModuleType:
@@ -66,142 +43,97 @@ def hopper_kv_tile(block_size: int) -> int:
     return 64 if block_size == 64 else KV_TILE
 
 
-def reads_unions(config: NSAConfig, *, listed: bool, arch: int | None = None) -> bool:
+def reads_unions(config: NSAConfig, *, listed: bool) -> bool:
     """True if a kernel's tile of 128 rows reads the union of the lists of its queries; else tiles of 128 and 256
     queries have lists of key tiles, on Hopper, each wholly in a listed block.
 
     Args:
         listed: the lists are the caller's.
-        arch: None: the current device's.
     """
     if listed or config.q_tile < UNION_ROWS or config.block_size % hopper_kv_tile(config.block_size):
         return True
-    return kernel_family(device_arch() if arch is None else arch) == 100
+    return kernel_family(device_arch()) == 100
 
 
-@dataclass(frozen=True)
-class Request:
-    """A call, as far as its support depends on it.
-
-    Attributes:
-        lists: "given" where the caller gives lists of blocks, "alone" for `selected_attention`; or None.
-        own_keys: keys or values of a branch are the caller's.
-        rows: query heads that share a list.
-        cached: keys and values are in caches, as for `nsa_with_kvcache`.
-        gated: there are gates, or weights of them.
-        index_dim, index_loss: of an index; its loss is asked for.
-    """
-
-    arch: int
-    dtype: torch.dtype
-    D: int
-    Dv: int
-    config: NSAConfig
-    needs_grad: bool
-    lists: str | None = None
-    own_keys: bool = False
-    rows: int = 16
-    cached: bool = False
-    gated: bool = False
-    index_dim: int = 32
-    index_loss: bool = False
+def _dims(call: Call) -> tuple[int, int]:
+    return call.q.shape[-1], (call.v if call.cache is None else call.cache.v_cache).shape[-1]
 
 
-@dataclass(frozen=True)
-class Feature:
-    """A row of the table: a name, a test of the calls that ask for it, the architectures that have it, and whether the
-    reference does; eager has everything."""
-
-    name: str
-    asked: Callable[[Request], bool]
-    archs: tuple[int, ...] = ARCHITECTURES
-    reference: bool = True
+def _has_index(call: Call) -> bool:
+    return call.config.rule == "index"
 
 
-def _by_union(r: Request) -> bool:
-    return reads_unions(r.config, listed=r.lists is not None, arch=r.arch)
+def _selects(call: Call) -> bool:
+    """True if blocks are selected by the compressed branch."""
+    return call.block_indices is None and not _has_index(call)
 
 
-def _tiles_fit(r: Request) -> bool:
-    size = r.config.block_size
-    return KV_TILE % size == 0 or size % UNION_BLOCK == 0
+def _has_too_small_blocks(call: Call) -> bool:
+    return call.q_heads_per_list * call.config.block_size < UNION_BLOCK
 
 
-def _has_too_many_heads(r: Request) -> bool:
-    return (
-        r.lists is None
-        and not _by_index(r)
-        and r.rows > (MOST_HEADS_BY_TOKEN if r.config.by_token else MOST_HEADS_BY_TILE)
-    )
+def _has_too_long_lists(call: Call) -> bool:
+    return call.block_indices is None and call.config.block_counts > MOST_BLOCKS * (2 if _has_index(call) else 1)
 
 
-def _has_too_many_overlaps(r: Request) -> bool:
-    size, stride = r.config.block_size, r.config.stride
-    return (
-        r.lists is None
-        and r.config.by_token
-        and not _by_index(r)
-        and (size + r.config.span) // stride - 1 > MOST_OVERLAPS
-    )
+def _has_too_many_heads(call: Call) -> bool:
+    most = MOST_HEADS_BY_TOKEN if call.config.by_token else MOST_HEADS_BY_TILE
+    return _selects(call) and call.q_heads_per_list > most
 
 
-def _by_index(r: Request) -> bool:
-    return r.lists is None and r.config.rule == "index"
+def _has_too_many_overlaps(call: Call) -> bool:
+    overlaps = (call.config.block_size + call.config.span) // call.config.stride - 1
+    return _selects(call) and call.config.by_token and overlaps > MOST_OVERLAPS
 
 
-def _is_one_branch(r: Request) -> bool:
-    return r.config.branches == ("selected",) and not r.gated
+def _shows_incomplete_keys(call: Call) -> bool:
+    return (call.config.stride, call.config.offset) == (1, 0) and call.config.span > 1
 
 
-def _lists_too_many(r: Request) -> bool:
-    return r.lists is None and r.config.block_counts > (2 if _by_index(r) else 1) * MOST_BLOCKS
+def _has_other_index(call: Call) -> bool:
+    return call.q_index is not None and call.q_index.shape[-1] not in INDEX_DIMS
 
 
-FEATURES = (
-    *(Feature(f"dtype {str(dtype)[6:]}", lambda r, dtype=dtype: r.dtype is dtype) for dtype in KERNEL_DTYPES),
-    Feature("dtype float32", lambda r: r.dtype is torch.float32, ()),
-    Feature("dtype float64", lambda r: r.dtype is torch.float64, ()),
-    *(Feature(f"head dimension {dims}", lambda r, dims=dims: (r.D, r.Dv) == dims, a) for dims, a in HEAD_DIMS.items()),
-    Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
-    Feature("block_size that divides 128 or is a multiple of 64", _tiles_fit),
-    Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
-    Feature("block_size below 16", lambda r: _by_union(r) and r.config.block_size < LEAST_BLOCK, ()),
-    # A tile has a bit for each of its tokens and each small block of an entry.
-    Feature(
-        "block_size 16 with G below 4, 32 with 1",
-        lambda r: _by_union(r) and r.rows * r.config.block_size < UNION_BLOCK,
-        (),
-    ),
-    Feature("block_counts above 64, of an index above 128", _lists_too_many, ()),
-    Feature("G above 128 with q_tile 1, above 32 with others", _has_too_many_heads, ()),
-    Feature("blocks that more than 64 compressed keys overlap", _has_too_many_overlaps, ()),
-    Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
-    Feature("block_indices", lambda r: r.lists == "given"),
-    Feature("selected_attention", lambda r: r.lists == "alone"),
-    Feature("q_tile 1", lambda r: r.config.by_token),
-    Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128),
-    Feature(
-        "compress_offset 0 with compress_stride 1",
-        lambda r: (r.config.stride, r.config.offset) == (1, 0) and r.config.span > 1,
-        (),
-    ),
-    Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
-    Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad),
-    Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
-    Feature("rule='index', the selected branch without gates", lambda r: _by_index(r) and _is_one_branch(r)),
-    Feature("rule='index' with gates or other branches", lambda r: _by_index(r) and not _is_one_branch(r), ()),
-    Feature("the index' loss", lambda r: r.index_loss, ()),
-    Feature(
-        "index of other than 16, 32, 64 or 128 dimensions", lambda r: _by_index(r) and r.index_dim not in INDEX_DIMS, ()
-    ),
-    Feature("branches left out, rule='nsa'", lambda r: not _by_index(r) and r.config.branches != BRANCHES, ()),
-    Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
-    Feature("nsa_with_kvcache", lambda r: r.cached),
-    Feature("packed sequences", lambda r: False),
-    Feature("context parallelism", lambda r: False),
-    Feature("any compress_stride, not causal", lambda r: False),
-    *(Feature(name, lambda r: False, reference=reference) for name, reference in PYTORCH.items()),
+# Features that the kernels have on all `ARCHITECTURES`, and those that they lack on all, with a test of the calls that
+# ask for them. The other backends have everything. A tile of a union has a bit for each token and each small block of
+# an entry.
+SUPPORTED = (
+    *(f"dtype {str(dtype).removeprefix('torch.')}" for dtype in KERNEL_DTYPES),
+    *(f"head dimension ({D}, {D})" for D in ROW_LENGTHS),
+    "block_size that divides 128 or is a multiple of 64",
+    "any compress_stride, not causal",
+    "rule='index', the selected branch without gates",
+    "q_tile 1",
+    "q_tile 2 to 64",
+    "q_tile 128 and 256",
+    "block_indices",
+    "selected_attention",
+    "k_cmp, v_cmp, k_win, v_win",
+    "deterministic forward",
+    "deterministic backward",
+    "packed sequences",
+    "nsa_with_kvcache",
+    "context parallelism",
 )
+LACKING: dict[str, Callable[[Call], bool]] = {
+    "dtype float32": lambda call: call.q.dtype is torch.float32,
+    "dtype float64": lambda call: call.q.dtype is torch.float64,
+    "head dimension (96, 96)": lambda call: _dims(call) == (96, 96),
+    "head dimension (192, 128)": lambda call: _dims(call) == (192, 128),
+    "any other head dimension": lambda call: _dims(call) not in [(D, D) for D in ROW_LENGTHS],
+    "any other block_size": lambda call: KV_TILE % call.config.block_size and call.config.block_size % UNION_BLOCK,
+    "block_size below 16": lambda call: call.config.block_size < LEAST_BLOCK,
+    "block_size 16 with G below 4, 32 with 1": _has_too_small_blocks,
+    "block_counts above 64, of an index above 128": _has_too_long_lists,
+    "G above 128 with q_tile 1, above 32 with others": _has_too_many_heads,
+    "blocks that more than 64 compressed keys overlap": _has_too_many_overlaps,
+    "compress_offset 0 with compress_stride 1": _shows_incomplete_keys,
+    "rule='seed'": lambda call: call.config.rule == "seed",
+    "rule='index' with gates or other branches": lambda call: _has_index(call) and not call.one_branch,
+    "the index' loss": lambda call: call.spec.index_loss,
+    "index of other than 16, 32, 64 or 128 dimensions": _has_other_index,
+    "branches left out, rule='nsa'": lambda call: not _has_index(call) and call.config.branches != BRANCHES,
+}
 
 
 def device_arch(index: int | None = None) -> int:
@@ -241,25 +173,17 @@ def has_kernels(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and kernel_family(device_arch(x.device.index)) in ARCHITECTURES
 
 
-@lru_cache(maxsize=1024)
-def missing_feature(request: Request) -> str | None:
-    """The first thing asked for that the kernels lack on this architecture, or None."""
-    family = kernel_family(request.arch)
-    if family not in ARCHITECTURES:
+def missing_feature(call: Call, arch: int) -> str | None:
+    """The first feature that a call asks for and the kernels lack on this architecture, or None."""
+    if kernel_family(arch) not in ARCHITECTURES:
         return "kernels"
-    for feature in FEATURES:
-        if feature.asked(request) and family not in feature.archs:
-            return feature.name
-    return None
+    return next((name for name, asks in LACKING.items() if asks(call)), None)
 
 
-def choose_backend(backend: str | None, *, device: torch.device, **call: object) -> str:
+def choose_backend(backend: str | None, call: Call, device: torch.device) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
     A GPU with kernels that lack something asked for is an error too: nothing slower runs unless it is named.
-
-    Args:
-        call: fields of `Request`, but its architecture.
 
     Raises:
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
@@ -276,23 +200,16 @@ def choose_backend(backend: str | None, *, device: torch.device, **call: object)
     arch = device_arch(device.index)
     if backend is None and kernel_family(arch) not in ARCHITECTURES:
         return "eager"
-    if (missing := missing_feature(r := Request(arch, **call))) is not None:
-        call = f"dtype={r.dtype}, D={r.D}, Dv={r.Dv}, {r.config}"
-        raise NotImplementedError(f"sm_{arch}: the kernels do not support {missing} ({call}); backend='eager' does")
+    if (missing := missing_feature(call, arch)) is not None:
+        asked = "dtype={}, D={}, Dv={}, {}".format(call.q.dtype, *_dims(call), call.config)
+        raise NotImplementedError(f"sm_{arch}: the kernels do not support {missing} ({asked}); backend='eager' does")
     return "cute"
 
 
 def on_backend(backend: str | None, call: Call) -> Call:
     """The call as it runs: deterministic where PyTorch asks for it, on the backend of `choose_backend`."""
-    q, cache, spec = call.q, call.cache, call.spec.in_force()
-    v = call.v if cache is None else cache.v_cache
-    if backend == "reference" and cache is None and call.cu_seqlens is not None and torch.compiler.is_compiling():
+    spec = call.spec.in_force()
+    if backend == "reference" and call.cache is None and call.cu_seqlens is not None and torch.compiler.is_compiling():
         raise NotImplementedError("backend='reference' reads cu_seqlens, so that a graph takes no packed sequences")
-    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1], rows=call.q_heads_per_list)
-    lists = "alone" if call.alone else "given" if spec.listed else None
-    asked = dict(lists=lists, own_keys=any(x is not None for x in call[7:11]), cached=cache is not None)
-    asked["needs_grad"] = call.needs_grad and cache is None
-    asked |= dict(gated=call.gate != "none", index_loss=spec.index_loss)
-    asked |= {} if call.q_index is None else dict(index_dim=call.q_index.shape[-1])
-    name = choose_backend(backend, config=spec.config, **sizes, **asked)
+    name = choose_backend(backend, call, call.q.device)
     return call._replace(spec=spec if name == spec.backend else replace(spec, backend=name))

@@ -91,10 +91,6 @@ class Shape:
         tensors = {name: torch.empty(of, dtype=kind, device="meta") for name, (of, kind) in shapes.items()}
         return Call(**tensors, spec=self.spec())
 
-    def request(self) -> dict[str, object]:
-        """Fields of `support.Request`, but the architecture."""
-        return dict(dtype=self.dtype, D=self.D, Dv=self.Dv, config=self.config, needs_grad=self.backward)
-
     def sizes(self) -> Sizes:
         """The sizes that predictions of memory depend on."""
         return Sizes.of(self.call(), needs_grad=self.backward)

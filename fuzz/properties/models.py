@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from fuzz.case import Prompt
 from fuzz.prop import Skip, holds, refused
 from nsa_layer import NSAConfig
+from nsa_tools.shape import Shape
 
 MASKS = ("a column more", "a column fewer", "a row fewer", "four dimensions", "one dimension", "turned")
 OPTIONS = ("softcap", "sliding_window", "s_aux", "sinks", "position_bias", "head_mask", "output_attentions")
@@ -355,8 +356,9 @@ def backend_is_the_one_that_is_named(case: Prompt) -> None:
         ask = partial(model, **batch | dict(attention_mask=None))
     else:
         dtype, D = (torch.float32, 64) if case.change == "fp32" else (torch.bfloat16, 48)
-        call = dict(device=torch.device("cuda", 0), dtype=dtype, D=D, Dv=D, config=CONFIG, needs_grad=False)
-        ask, said, error = partial(support.choose_backend, None, **call), "backend='eager' does", NotImplementedError
-        assert support.choose_backend("eager", **call) == "eager"
+        shape = Shape(B=1, T=64, Hq=2, Hkv=2, D=D, Dv=D, dtype=dtype, config=CONFIG)
+        call = shape.call(), torch.device("cuda", 0)
+        ask, said, error = partial(support.choose_backend, None, *call), "backend='eager' does", NotImplementedError
+        assert support.choose_backend("eager", *call) == "eager"
     with patch.object(support, "device_arch", lambda *_: 90), refused(said, error):
         ask()

@@ -10,7 +10,7 @@ import torch
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.nn.functional import pad
 
-from nsa_layer import derivatives, support
+from nsa_layer import derivatives, reference, support
 from nsa_layer.call import DIFFERENTIABLE, LSES, TENSORS, Aux, Call, CallSpec, Saved
 from nsa_layer.checks import check_lists, check_positions, lengths_known, starts_of_lengths, with_lengths
 from nsa_layer.config import ListConfig, NSAConfig
@@ -45,7 +45,7 @@ def attend(
     """
     (q, k), spec, needs_grad = call[:2], call.spec, call.needs_grad
     if spec.backend == "reference":
-        return support.pages("reference").attend(call)
+        return reference.attend(call)
     if spec.lengths is not None:  # no second look at what may be on a GPU
         of_keys = None if call.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)

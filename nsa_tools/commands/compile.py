@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 from nsa_layer.fork import fork_status
-from nsa_layer.support import Request, missing_feature
+from nsa_layer.support import missing_feature
 from nsa_layer.warm_up.api import compile_calls
 from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel
 from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, count, shapes
@@ -90,9 +90,9 @@ def _calls(arch: int, options: argparse.Namespace) -> list[Shape]:
         ValueError, NotImplementedError: a size does not fit, or the kernels lack something.
     """
     if options.seqlen is None:
-        return all_calls(arch) if options.all else covering_calls(arch)
+        return all_calls() if options.all else covering_calls()
     calls = shapes(options)
-    missing = missing_feature(Request(arch, **calls[0].request()))
+    missing = missing_feature(calls[0].call(), arch)
     if missing is not None:
         raise NotImplementedError(f"sm_{arch}: the kernels do not support {missing}; --arch names others")
     return calls

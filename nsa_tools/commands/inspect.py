@@ -19,7 +19,7 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.fork import fork_status
 from nsa_tools.commands.options import CommandParser, count
 from nsa_tools.report.results import PACKAGES, version_of
-from nsa_tools.shape import DTYPES
+from nsa_tools.shape import DTYPES, Shape
 
 DISTRIBUTIONS = {name: name for name in ("torch", "triton", "torch-c-dlpack-ext")} | PACKAGES
 FORK = ("kind", "pin", "version", "location", "detail", "remedy", "patches")
@@ -80,33 +80,28 @@ def device() -> Section:
 
 
 def support_table() -> Section:
-    """The header and the rows of the table of supported features."""
-    header = ["feature", *(f"cute sm_{arch}" for arch in support.ARCHITECTURES), "eager", "reference"]
-    rows = []
-    for f in support.FEATURES:
-        has = (*(arch in f.archs for arch in support.ARCHITECTURES), True, f.reference)
-        rows.append([f.name, *("yes" if x else "no" for x in has)])
-    return {"header": header, "rows": rows}
+    """The header and the rows of the table of features of the kernels; other backends have all."""
+    cells = {name: list(support.ARCHITECTURES.values()) for name in support.SUPPORTED}
+    cells |= {name: ["no"] * len(support.ARCHITECTURES) for name in support.LACKING}
+    header = ["feature", *(f"cute sm_{arch}" for arch in support.ARCHITECTURES)]
+    return {"header": header, "rows": [[name, *row] for name, row in cells.items()]}
 
 
 def shape(args: argparse.Namespace) -> Section:
     """The backend that a training step of the shape takes by default, and why."""
-    dtype, D, Dv = DTYPES[args.dtype], args.head_dim, args.head_dim_v
-    static = dict(dtype=getattr(torch, dtype), D=D, Dv=Dv, config=NSAConfig())
-    backend, reason = explain_backend(Hq=args.heads, Hkv=args.kv_heads, arch=support.device_arch(), **static)
-    asked = f"T={args.seqlen} Hq={args.heads} Hkv={args.kv_heads} D={D} Dv={Dv} {dtype}"
-    return {"asked": asked, "backend": backend, "reason": reason}
+    sizes = dict(Hq=args.heads, Hkv=args.kv_heads, D=args.head_dim, Dv=args.head_dim_v)
+    what = Shape(B=1, T=args.seqlen, **sizes, dtype=getattr(torch, DTYPES[args.dtype]), config=NSAConfig())
+    backend, reason = explain_backend(what, support.device_arch())
+    return {"asked": what.describe(), "backend": backend, "reason": reason}
 
 
-def explain_backend(
-    *, dtype: torch.dtype, D: int, Dv: int, Hq: int, Hkv: int, config: NSAConfig, arch: int
-) -> tuple[str, str]:
+def explain_backend(shape: Shape, arch: int) -> tuple[str, str]:
     """The backend that a training step of this shape takes by default on an architecture, and why."""
-    if Hq % Hkv:
-        return "none", f"{Hq} query heads are no multiple of {Hkv} key/value heads"
+    if shape.Hq % shape.Hkv:
+        return "none", f"{shape.Hq} query heads are no multiple of {shape.Hkv} key/value heads"
     if support.kernel_family(arch) not in support.ARCHITECTURES:
         return "eager", f"no kernels for sm_{arch}" if arch else "no GPU"
-    missing = support.missing_feature(support.Request(arch, dtype, D, Dv, config, needs_grad=True))
+    missing = support.missing_feature(shape.call(), arch)
     if missing is None:
         return "cute", f"kernels for sm_{support.kernel_family(arch)}"
     return "none", f"the kernels lack {missing}; backend='eager' has to be named"

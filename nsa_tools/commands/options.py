@@ -152,4 +152,4 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
 
 def backend_of(shape: Shape, backend: str | None) -> str:
     """The backend that runs a call of this shape, or the error of `support.choose_backend`."""
-    return support.choose_backend(backend, device=torch.device(shape.device), **shape.request())
+    return support.choose_backend(backend, shape.call(), torch.device(shape.device))

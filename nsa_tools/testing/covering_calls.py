@@ -12,7 +12,7 @@ from nsa_tools.shape import Shape
 
 OPTIONS = {
     "dtype": (torch.bfloat16, torch.float16),
-    "D": sorted(support.ROW_LENGTHS, reverse=True),
+    "D": support.ROW_LENGTHS[::-1],
     "heads": ((8, 2), (2, 2), (4, 1)),
     "causal": (True, False),
     "packed": (False, True),
@@ -27,21 +27,20 @@ OPTIONS = {
 Combination = tuple[tuple[str, object], ...]
 
 
-def all_calls(arch: int) -> list[Shape]:
-    """Steps of training in every combination of the options that the kernels of an architecture take."""
-    return list(map(_call, combinations(arch)))
+def all_calls() -> list[Shape]:
+    """Steps of training in every combination of the options."""
+    return list(map(_call, combinations()))
 
 
-def covering_calls(arch: int, *, strength: int = 2) -> list[Shape]:
+def covering_calls(*, strength: int = 2) -> list[Shape]:
     """A few of `all_calls` in which every pair of options meets, or every set of `strength` options."""
-    return list(map(_call, covering(combinations(arch), strength)))
+    return list(map(_call, covering(combinations(), strength)))
 
 
-def combinations(arch: int) -> list[Combination]:
-    """Every combination of the options that the kernels of an architecture take."""
+def combinations() -> list[Combination]:
+    """Every combination of the options whose kernels are not those of another one."""
     every = (tuple(zip(OPTIONS, values)) for values in itertools.product(*OPTIONS.values()))
-    sensible = (options for options in every if _makes_sense(**dict(options)))
-    return [x for x in sensible if not support.missing_feature(support.Request(arch, **_call(x).request()))]
+    return [options for options in every if _makes_sense(**dict(options))]
 
 
 def covering(every: list[Combination], strength: int) -> list[Combination]:

@@ -56,7 +56,7 @@ def stubbed_layer() -> Iterator[None]:
 
     with stubs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_plan, "_total_memory", lambda index: 80 << 30)
-        patch.setattr(support, "choose_backend", lambda backend, **_: backend)
+        patch.setattr(support, "choose_backend", lambda backend, *_: backend)
         yield
 
 

@@ -65,10 +65,8 @@ def test_pytorch_may_ask_for_it() -> None:
 @pytest.fixture
 def blackwell() -> Iterator[None]:
     """The other architecture, whose tiles of 128 read unions too."""
-    choose, on_gpu = support.choose_backend, dict(device=torch.device("cuda", 0))
     with stubbed_layer(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(support, "device_arch", lambda index=None: 100)
-        patch.setattr(support, "choose_backend", lambda backend, **more: choose(backend, **more | on_gpu))
         yield
 
 

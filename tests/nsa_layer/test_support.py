@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from nsa_layer import NSAConfig, support
+from nsa_layer.call import OWN_KEYS
+from nsa_tools.shape import Shape
 
 CUDA = torch.device("cuda", 0)
 
@@ -21,9 +24,24 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 TILES = NSAConfig(q_tile=128)
 
 
-def choose(backend: str | None = None, **changes: object) -> str:
-    request = dict(device=CUDA, dtype=torch.bfloat16, D=128, Dv=128, config=TILES, needs_grad=True) | changes
-    return support.choose_backend(backend, **request)
+def choose(
+    backend: str | None = None,
+    device: torch.device = CUDA,
+    *,
+    rows: int = 16,
+    index_dim: int = 0,
+    index_loss: bool = False,
+    alone: bool = False,
+    **changes: object,
+) -> str:
+    """The backend of a call with `rows` query heads for each list."""
+    shape = dict(B=1, T=64, Hq=rows, Hkv=1, D=128, Dv=128, dtype=torch.bfloat16, config=TILES, gate="none")
+    call = Shape(**shape | changes | (dict(lists=(1, 3)) if alone else {})).call()
+    if index_dim:
+        call = call._replace(q_index=call.q[..., :index_dim], k_index=call.k[..., :index_dim])
+    return support.choose_backend(
+        backend, call._replace(spec=replace(call.spec, alone=alone, index_loss=index_loss)), device
+    )
 
 
 def _alone(block_size: int) -> NSAConfig:
@@ -45,7 +63,7 @@ UNSUPPORTED = {
     "index of other than 16, 32, 64 or 128 dimensions": dict(config=INDEX, index_dim=24),
     "branches left out, rule='nsa'": dict(config=NSAConfig(branches=("compressed", "selected"))),
     "block_size below 16": dict(config=TILES.replace(block_size=8)),
-    "block_size 16 with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
+    "block_size 16 with G below 4, 32 with 1": dict(alone=True, config=_alone(16), rows=3),
     "block_counts above 64, of an index above 128": dict(config=TILES.replace(block_counts=65)),
     "G above 128 with q_tile 1, above 32 with others": dict(config=NSAConfig(), rows=129),
     "blocks that more than 64 compressed keys overlap": dict(
@@ -69,19 +87,18 @@ SUPPORTED = {
     **{f"D {D}, {dtype}": dict(D=D, Dv=D, dtype=dtype) for D in (64, 128) for dtype in (torch.float16, torch.bfloat16)},
     **{f"tiles of {q_tile}": dict(config=NSAConfig(q_tile=q_tile)) for q_tile in (1, 2, 64)},
     "the paper's": dict(config=NSAConfig.paper()),
-    "lists for each token": dict(config=NSAConfig(), lists="given"),
-    "caches": dict(cached=True),
+    "lists for each token": dict(config=NSAConfig(), lists=(1, 3)),
     **{f"an index of {Di}": dict(config=INDEX, index_dim=Di, rows=200) for Di in (16, 32, 64, 128)},
-    "lists alone": dict(config=_alone(192), lists="alone"),
-    "keys of a branch's own": dict(own_keys=True),
-    "deterministic forward": dict(config=TILES.replace(deterministic=True), needs_grad=False),
+    "lists alone": dict(config=_alone(192), alone=True),
+    "keys of a branch's own": dict(own=OWN_KEYS),
+    "deterministic forward": dict(config=TILES.replace(deterministic=True), backward=False),
     **{f"deterministic, {q_tile}": dict(config=FIXED.replace(q_tile=q_tile)) for q_tile in (1, 64, 128)},
-    "deterministic lists alone": dict(config=FIXED, lists="alone"),
+    "deterministic lists alone": dict(config=FIXED, alone=True),
     # At the edge of each limit; a list of the caller's has none of them.
     "64 blocks of tiles": dict(config=TILES.replace(block_counts=64), rows=32),
     "64 blocks of tokens": dict(config=MOST, rows=128),
     "short keys": dict(config=NSAConfig(compress_size=2), rows=1),
-    "given lists": dict(config=MANY, rows=33, lists="given"),
+    "given lists": dict(config=MANY, rows=33, lists=(1, 3)),
     "small blocks": dict(config=NSAConfig(block_size=16, q_tile=128), rows=4),
 }
 
@@ -121,14 +138,13 @@ def test_gpus_without_kernels(other: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tensors_that_are_not_on_a_gpu() -> None:
-    assert choose(device=torch.device("cpu")) == "eager"
+    assert choose(None, torch.device("cpu")) == "eager"
     with pytest.raises(ValueError, match="backend='cute' needs tensors on a GPU, got cpu"):
-        choose("cute", device=torch.device("cpu"))
+        choose("cute", torch.device("cpu"))
 
 
-def test_table_agrees_with_what_is_refused(arch: int) -> None:
-    refused = {feature.name for feature in support.FEATURES if arch not in feature.archs}
-    assert refused == set(UNSUPPORTED)
+def test_table_agrees_with_what_is_refused() -> None:
+    assert {*support.LACKING} == set(UNSUPPORTED)
 
 
 @pytest.mark.parametrize("text,expected", [("sm_90", 90), ("90", 90), ("SM_100a", 100), ("sm90a", 90)])

@@ -17,7 +17,7 @@ from nsa_tools.testing.covering_calls import covering_calls
 def grids_of_calls(arch: int) -> list[tuple[str, list[tuple[int | None, ...]]]]:
     """The grids of calls of equal lengths, of the layer's own kernels and of attention's, call by call."""
     found = []
-    for call in covering_calls(arch, strength=1):
+    for call in covering_calls(strength=1):
         with recorded_grids() as grids:
             make_call(replace(call, lengths=None, lengths_k=None).signature())
         found.append((repr(call), grids))
