@@ -62,7 +62,7 @@ def _spoilt(fault: str, lists: Any, draw: random.Random) -> Any:
         cnt[row] = BIG if fault == "count too large" else -1 - draw.randrange(3)
         return lists
     entries = _row(lists, kind, row, int(cnt[row]))
-    if entries is None or fault == "listed twice" and len(entries) < 2:
+    if fault == "listed twice" and len(entries) < 2:
         return None
     if fault.startswith("entry lost"):
         cnt[row] -= 1
@@ -75,15 +75,19 @@ def _spoilt(fault: str, lists: Any, draw: random.Random) -> Any:
     return lists
 
 
-def _row(lists: Any, kind: str, row: int, count: int) -> torch.Tensor | None:
-    """A view of a row's entries in use; None for forms whose rows this module does not find."""
-    idx = getattr(lists, f"{kind}_block_idx")
-    if idx.ndim == getattr(lists, f"{kind}_block_cnt").ndim + 1:
+def _row(lists: Any, kind: str, row: int, count: int) -> torch.Tensor:
+    """A view of a row's entries in use."""
+    cnt, idx = getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")
+    if idx.ndim == cnt.ndim + 1:
         return idx.view(-1, idx.shape[-1])[row, :count]
     if idx.ndim == 1:
         starts = lists.cu_full_block_idx_offsets if kind == "full" else lists.cu_block_idx_offsets
         return idx[int(starts.flatten()[row]) :][:count]
-    return None
+    head, row = divmod(row, cnt.shape[1])  # stacked
+    before = lists.cu_total_n_blocks if lists.cu_total_m_blocks is None else lists.cu_total_m_blocks
+    b = int((before[1:] <= row).sum())
+    width = lists.cu_block_idx_offsets.diff()[b] // before.diff()[b]
+    return idx[head, int(lists.cu_block_idx_offsets[b] + (row - before[b]) * width) :][:count]
 
 
 def _with_wrong_locks(fault: str, lists: Any, draw: random.Random) -> Any:

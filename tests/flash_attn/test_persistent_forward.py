@@ -12,19 +12,9 @@ from fa_compile import Worker, compile_forward, in_order, kernel_fields
 from fa_reference import assert_forward
 
 from fuzz.attention import forward, make_inputs
+from fuzz.attention_lists import forward_lists, tables
 from fuzz.canary import Guarded
 from fuzz.case import Attention as Case
-
-
-def assert_overlap(compiler: Worker, case: Case, expected: int, tile: tuple[int, int] | None = None) -> None:
-    """The forward kernel has so many stages of keys and values beside two tiles of queries; 0: a CTA to each tile.
-
-    tile: of queries and keys, where windows end with one; None: they do not.
-    """
-    names = "overlap_tiles num_stages ends_windows tile_m tile_n"
-    ((overlaps, stages, *ends),) = compiler.trace(kernel_fields, names, compile_forward, case)
-    assert (stages if overlaps else 0) == expected and ends[0] is (tile is not None)
-    assert tile is None or tuple(ends[1:]) == tile
 
 
 @contextmanager
@@ -49,8 +39,19 @@ def assert_same_bits(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> t
 
 
 CALL = Case(D=128, T_q=4096, T_k=67, Hq=8, compress=(64, 63))
-# What a call has beside that, and how many stages of keys and values beside two tiles of queries; 0: a CTA to a tile.
-CALLS: list[tuple[dict[str, Any], int]] = [
+WINDOW_CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
+
+WIDE = (192, 80)
+
+
+def calls(call: Case, *rows: tuple[Any, ...]) -> list[tuple[Case, int, tuple[int, int] | None]]:
+    """Calls, changed by rows; how many stages of keys and values forward has beside two tiles of queries, 0: a CTA to a
+    tile; and the queries and keys of tiles that are counted from a window's end, None: the kernel's own."""
+    return [(replace(call, **changes), stages, *(tile or [None])) for changes, stages, *tile in rows]
+
+
+COMPRESSED = calls(
+    CALL,
     ({}, 3),
     ({"Hkv": 1}, 3),
     ({"Hkv": 8, "D": 64}, 3),
@@ -68,19 +69,81 @@ CALLS: list[tuple[dict[str, Any], int]] = [
     ({"option": "softcap"}, 0),
     ({"packed": ((1365, 22), (2731, 45))}, 0),
     ({"option": "seqused_q"}, 0),
-]
+)
+LISTED = calls(
+    Case(D=128, T_q=700, T_k=700, lists="both"),
+    ({"lists": "full"}, 2),
+    ({"lists": "no full", "mask_mod": "thirds"}, 2),
+    ({"causal": True, "Hq": 8, "list_heads": 2}, 2),
+    ({"causal": True, "Hq": 8, "list_heads": 2, "pack_gqa": False}, 2),
+    ({"Hq": 8, "list_heads": 8}, 2),
+    ({"mask_mod": "keyed", "causal": True}, 2),
+    ({"window": (100, 0)}, 2),
+    ({"overlap": False}, 2),
+    ({"block": (128, 64), "causal": True}, 2),
+    ({"block": (256, 64), "mask_mod": "thirds"}, 2),
+    ({"block": (64, 64), "list_heads": 2}, 3),
+    ({"block": (64, 128)}, 3),
+    ({"q_tiles": 2, "causal": True, "pack_gqa": False}, 2),
+    ({"D": 64, "Hq": 6, "list_heads": 2, "pack_gqa": False}, 3),
+    ({"D": 64, "causal": True}, 3),
+    ({"D": 64, "block": (128, 64), "mask_mod": "thirds"}, 3),
+    ({"D": 96, "causal": True}, 3),
+    # Heads of a group that do not divide a tile, other values than keys, no room, no registers, packed sequences,
+    # wide rows.
+    ({"Hq": 6}, 0),
+    ({"D": 192, "Dv": 128, "block": (64, 96), "Hkv": 4}, 0),
+    ({"D": 256, "block": (128, 64)}, 0),
+    ({"D": 256, "block": (64, 64)}, 0),
+    ({"packed": ((100, 130), (600, 200))}, 0),
+    ({"T_q": 300, "T_k": 128 * 33}, 0),
+    ({"T_q": 300, "T_k": 128 * 32}, 2),
+)
+WINDOWS = calls(
+    WINDOW_CALL,
+    ({}, 3, WIDE),
+    ({"pack_gqa": False}, 3, WIDE),
+    ({"window": (100, 60)}, 3, WIDE),
+    ({"window": (0, 0)}, 3, WIDE),
+    ({"Hkv": 8}, 3, WIDE),
+    ({"D": 64}, 3),
+    ({"D": 64, "window": (0, 700), "pack_gqa": True}, 3),
+    ({"D": 96}, 2),
+    ({"D": 112}, 3, WIDE),
+    ({"dtype": "float16"}, 3, WIDE),
+    ({"overlap": False}, 3, WIDE),
+    ({"window": (2048, 0)}, 3, WIDE),
+    # Long windows, no window or half of one, no registers, other values than keys, heads that do not divide a tile.
+    ({"window": (4096, 0)}, 0),
+    ({"window": (1500, 1500)}, 0),
+    ({"window": (None, None), "causal": True}, 0),
+    ({"window": (None, 100)}, 0),
+    ({"window": (100, None)}, 0),
+    ({"D": 192}, 0),
+    ({"D": 256}, 0),
+    ({"Dv": 112}, 0),
+    ({"Hq": 5, "Hkv": 1, "pack_gqa": True}, 0),
+    ({"mask_mod": "thirds"}, 0),
+    ({"option": "softcap"}, 0),
+    ({"option": "sink"}, 0),
+    ({"packed": ((333, 333), (667, 667))}, 0),
+    ({"option": "seqused_q"}, 0),
+    ({"option": "seqused"}, 0),
+)
 
 
-@pytest.mark.parametrize("asked,expected", CALLS, ids=str)
-def test_who_overlaps(asked: dict[str, Any], expected: int, compiler_sm90: Worker) -> None:
-    assert_overlap(compiler_sm90, replace(CALL, **asked), expected)
+@pytest.mark.parametrize(("case", "stages", "tile"), COMPRESSED + LISTED + WINDOWS, ids=str)
+def test_who_overlaps(case: Case, stages: int, tile: tuple[int, int] | None, compiler_sm90: Worker) -> None:
+    names = "overlap_tiles num_stages ends_windows tile_m tile_n"
+    ((overlaps, found, ends, *own),) = compiler_sm90.trace(kernel_fields, names, compile_forward, case)
+    assert (found if overlaps else 0, ends) == (stages, tile is not None) and tile in (None, tuple(own))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asked", [asked for asked, expected in CALLS if expected], ids=str)
-def test_not_a_bit_of_the_result_depends_on_it(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", [case for case, stages, _ in COMPRESSED if stages], ids=str)
+def test_not_a_bit_of_the_result_depends_on_it(case: Case) -> None:
     for T in (1, 1000, 16384):  # fewer tiles than multiprocessors, about as many, and many rounds
-        case = replace(CALL, T_q=T, T_k=T // 64 + 3, seed=T, **asked)
+        case = replace(case, T_q=T, T_k=T // 64 + 3, seed=T)
         x = make_inputs(case)
         o, lse = assert_same_bits(lambda: forward(case, x))
         # Queries before the first block's last token see nothing.
@@ -107,43 +170,6 @@ def test_as_many_stages_as_fit(asked: tuple[int, ...], stages: int) -> None:
     assert overlapped_stages(tile, compress=CompressArgs(1, 5)) == 0, "with a factor of 1 the tiles are upstream's"
     D, Dv, tile_m, tile_n = asked[:4]
     assert 2 * (2 * tile_m * D + stages * tile_n * (D + Dv)) < SMEM_BYTES or not stages
-
-
-LISTS = dict(T_q=700, T_k=700, lists="both")
-# A case and the stages.
-CASES: list[tuple[Case, int]] = [
-    (Case(D=128, T_q=700, T_k=700, lists="full"), 2),
-    (Case(D=128, T_q=700, T_k=700, lists="no full", mask_mod="thirds"), 2),
-    (Case(D=128, causal=True, Hq=8, list_heads=2, **LISTS), 2),
-    (Case(D=128, causal=True, Hq=8, list_heads=2, pack_gqa=False, **LISTS), 2),
-    (Case(D=128, Hq=8, list_heads=8, **LISTS), 2),
-    (Case(D=128, mask_mod="keyed", causal=True, **LISTS), 2),
-    (Case(D=128, window=(100, 0), **LISTS), 2),
-    (Case(D=128, overlap=False, **LISTS), 2),
-    (Case(D=128, block=(128, 64), causal=True, **LISTS), 2),
-    (Case(D=128, block=(256, 64), mask_mod="thirds", **LISTS), 2),
-    (Case(D=128, block=(64, 64), list_heads=2, **LISTS), 3),
-    (Case(D=128, block=(64, 128), **LISTS), 3),
-    (Case(D=128, q_tiles=2, causal=True, pack_gqa=False, **LISTS), 2),
-    (Case(D=64, Hq=6, list_heads=2, pack_gqa=False, **LISTS), 3),
-    (Case(D=64, causal=True, **LISTS), 3),
-    (Case(D=64, block=(128, 64), mask_mod="thirds", **LISTS), 3),
-    (Case(D=96, causal=True, **LISTS), 3),
-    # Heads of a group that do not divide a tile, other values than keys, no room, no registers, packed sequences,
-    # wide rows.
-    (Case(D=128, Hq=6, **LISTS), 0),
-    (Case(D=192, Dv=128, block=(64, 96), Hkv=4, **LISTS), 0),
-    (Case(D=256, block=(128, 64), **LISTS), 0),
-    (Case(D=256, block=(64, 64), **LISTS), 0),
-    (Case(D=128, packed=((100, 130), (600, 200)), lists="both"), 0),
-    (Case(D=128, T_q=300, T_k=128 * 33, lists="both"), 0),
-    (Case(D=128, T_q=300, T_k=128 * 32, lists="both"), 2),
-]
-
-
-@pytest.mark.parametrize("case,expected", CASES, ids=str)
-def test_lists_that_overlap(case: Case, expected: int, compiler_sm90: Worker) -> None:
-    assert_overlap(compiler_sm90, case, expected)
 
 
 @pytest.mark.parametrize(
@@ -178,88 +204,29 @@ def test_ctas_stay_where_rows_are_short(
         assert overlapped_stages(tile, lists=lists) == (2 if short else 0)
 
 
-# Random lists of up to 20 blocks, and which part of their rows, about, has none: all, in one case.
+# Rows of about 16 blocks at most, some of none.
+DRAWN = dict(lists="both", list_heads=2, block=(128, 128), pattern="empty rows", density=0.5, spare=0)
 RANDOM = [
-    (Case(D=128, T_q=1, T_k=1, B=1, Hq=8), 0.3),
-    (Case(D=128, T_q=128, T_k=128, B=1, Hq=1, Hkv=1), 0.3),
-    (Case(D=128, T_q=200, T_k=200, Hq=8), 1.0),
-    (Case(D=128, T_q=2100, T_k=2100, B=3, Hq=8), 0.3),
-    (Case(D=128, T_q=20000, T_k=20000, Hq=8), 0.3),
-    (Case(D=64, T_q=20000, T_k=20000, B=1, Hq=8, causal=True), 0.3),
-    (Case(D=128, T_q=70000, T_k=70000, B=1, Hq=16, Hkv=4), 0.9),
+    Case(D=128, T_q=1, T_k=1, B=1, Hq=8, **DRAWN),
+    Case(D=128, T_q=128, T_k=128, B=1, Hq=1, Hkv=1, **DRAWN | dict(list_heads=1, pattern="full")),
+    Case(D=128, T_q=200, T_k=200, Hq=8, **DRAWN | dict(pattern="empty")),
+    Case(D=128, T_q=2100, T_k=2100, B=3, Hq=8, **DRAWN),
+    Case(D=128, T_q=20000, T_k=20000, Hq=8, **DRAWN | dict(density=0.1)),
+    Case(D=64, T_q=20000, T_k=20000, B=1, Hq=8, causal=True, **DRAWN | dict(density=0.1)),
+    Case(D=128, T_q=70000, T_k=70000, B=1, Hq=16, Hkv=4, **DRAWN | dict(density=0.03, list_heads=4)),
 ]
-
-
-def random_lists(case: Case, part: float) -> tuple[Any, torch.Tensor]:
-    """Lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    torch.manual_seed(case.T_q)
-    M = -(-case.T_q // 128)
-    shape, width = (case.B, case.Hkv, M), min(20, M)
-    empty = torch.rand(shape, device="cuda") < part
-
-    def lists() -> tuple[torch.Tensor, torch.Tensor]:
-        counts = torch.randint(0, width + 1, shape, device="cuda").masked_fill(empty, 0)
-        return counts.int(), torch.rand((*shape, M), device="cuda").topk(width).indices.int()
-
-    made = BlockSparseTensorsTorch(*lists(), *lists(), block_size=(128, 128))
-    return made, (made.mask_block_cnt + made.full_block_cnt) == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("drawn", "pack_gqa"), in_order(RANDOM, True, False), ids=str)
-def test_not_a_bit_depends_on_it(drawn: tuple[Case, float], pack_gqa: bool) -> None:
+@pytest.mark.parametrize(("case", "pack_gqa"), in_order(RANDOM, True, False), ids=str)
+def test_not_a_bit_depends_on_it(case: Case, pack_gqa: bool) -> None:
     """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
-    case, (lists, empty) = replace(drawn[0], pack_gqa=pack_gqa), random_lists(*drawn)
-    x = make_inputs(case)
+    case = replace(case, pack_gqa=pack_gqa)
+    x, lists = make_inputs(case), forward_lists(case)
     o, lse = assert_same_bits(lambda: forward(case, x, lists))
-    unseen = empty.repeat_interleave(case.Hq // case.Hkv, 1).repeat_interleave(128, 2)[..., : case.T_q]
+    empty = torch.stack([~listed.any(2) for listed, _ in tables(case)]).cuda()
+    unseen = empty.repeat_interleave(case.Hq // case.list_heads, 1).repeat_interleave(128, 2)[..., : case.T_q]
     assert not o[unseen.transpose(1, 2)].any() and lse[unseen].isneginf().all()
-
-
-WINDOW_CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
-WIDE = (192, 80)
-# What a call has beside that; how many stages of keys and values, 0: a CTA to a tile; and the queries and keys of tiles
-# that are counted from a window's end, None: tiles of the kernel's own at multiples of its width.
-WINDOW_CALLS: list[tuple[dict[str, Any], int, tuple[int, int] | None]] = [
-    ({}, 3, WIDE),
-    ({"pack_gqa": False}, 3, WIDE),
-    ({"window": (100, 60)}, 3, WIDE),
-    ({"window": (0, 0)}, 3, WIDE),
-    ({"Hkv": 8}, 3, WIDE),
-    ({"D": 64}, 3, None),
-    ({"D": 64, "window": (0, 700), "pack_gqa": True}, 3, None),
-    ({"D": 96}, 2, None),
-    ({"D": 112}, 3, WIDE),
-    ({"dtype": "float16"}, 3, WIDE),
-    ({"overlap": False}, 3, WIDE),
-    ({"window": (2048, 0)}, 3, WIDE),
-    # Long windows, no window or half of one, no registers, other values than keys, heads that do not divide a tile.
-    ({"window": (4096, 0)}, 0, None),
-    ({"window": (1500, 1500)}, 0, None),
-    ({"window": (None, None), "causal": True}, 0, None),
-    ({"window": (None, 100)}, 0, None),
-    ({"window": (100, None)}, 0, None),
-    ({"D": 192}, 0, None),
-    ({"D": 256}, 0, None),
-    ({"Dv": 112}, 0, None),
-    ({"Hq": 5, "Hkv": 1, "pack_gqa": True}, 0, None),
-    ({"mask_mod": "thirds"}, 0, None),
-    ({"option": "softcap"}, 0, None),
-    ({"option": "sink"}, 0, None),
-    ({"packed": ((333, 333), (667, 667))}, 0, None),
-    ({"option": "seqused_q"}, 0, None),
-    ({"option": "seqused"}, 0, None),
-]
-OVERLAP = pytest.mark.parametrize("asked", [asked for asked, expected, _ in WINDOW_CALLS if expected], ids=str)
-
-
-@pytest.mark.parametrize("asked,stages,tile", WINDOW_CALLS, ids=str)
-def test_windows_that_overlap(
-    asked: dict[str, Any], stages: int, tile: tuple[int, int] | None, compiler_sm90: Worker
-) -> None:
-    assert_overlap(compiler_sm90, replace(WINDOW_CALL, **asked), stages, tile)
 
 
 def compile_windows(lefts: tuple[int, ...]) -> None:
@@ -305,10 +272,10 @@ LENGTHS = [(1, 1), (65, 65), (300, 300), (1000, 1000), (4099, 4099), (1000, 300)
 
 
 @pytest.mark.gpu
-@OVERLAP
-def test_numbers_and_not_a_bit_of_them_depends_on_it(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", [case for case, stages, _ in WINDOWS if stages], ids=str)
+def test_numbers_and_not_a_bit_of_them_depends_on_it(case: Case) -> None:
     for T_q, T_k in [*LENGTHS, (70000, 70000)]:
-        case = replace(WINDOW_CALL, T_q=T_q, T_k=T_k, seed=T_q, **asked)
+        case = replace(case, T_q=T_q, T_k=T_k, seed=T_q)
         x = make_inputs(case)
         o, lse = assert_same_bits(lambda: forward(case, x))
         if T_q < 70000:
