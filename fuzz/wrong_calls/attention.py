@@ -13,7 +13,7 @@ import torch
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.block_lists import compute_dq_write_order
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.interface import _flash_attn_bwd
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
 from flash_attn.cute.lists.validate_calls import validate_call
 from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
@@ -96,6 +96,21 @@ ONE_SIDED = (
 )
 
 
+def positioned(device: str) -> dict[str, Any]:
+    offsets = torch.zeros(B, dtype=torch.int32, device=device)
+    return qkv(device) | dict(q_offset=offsets, window_size_left=127, window_size_right=0)
+
+
+POSITIONS = (
+    ("q_offset", TypeError, "q_offset has to be int32, got", lambda x: x.long()),
+    ("q_offset", ValueError, r"q_offset has to be \[2\], contiguous", lambda x: less(x, 0), lambda x: x.expand(3, B)),
+    ("q_offset", ValueError, "q_offset needs causal=True or a window",
+     Together(window_size_left=None, window_size_right=None)),
+    ("block_sparse_tensors", NotImplementedError, "q_offset together with block_sparse_tensors .*; pass seqused_k",
+     lambda _: moved(SIDES[0], "cuda")),
+)  # fmt: skip
+
+
 def with_lists(device: str, form: str | None = None) -> dict[str, Any]:
     lists = SIDES if form is None else PACKED_SIDES[form]
     return qkv(device, packed=form is not None) | dict(block_sparse_tensors=moved(lists[0], device))
@@ -135,8 +150,12 @@ FORWARD = (
     (BOTH[0], ValueError, r"sparse_block_size\[1\].*multiple of tile_n=80",
      lambda lists: Together(qkv("cuda", D=256), block_sparse_tensors=lists)),
 )  # fmt: skip
+HALF_TILES = (
+    (BOTH[0], NotImplementedError, "block_size .*, 128. on sm_100.* of a multiple of 128 queries",
+     changed(block_size=(64, 128)), changed(block_size=(192, 128))),
+)  # fmt: skip
 FORWARD_SM100 = (
-    (BOTH[0], NotImplementedError, "block_size .64, 128. on sm_100", changed(block_size=(64, 128))),
+    *HALF_TILES,
     (BOTH[0], ValueError, "block size 96.*multiple of 128", changed(block_size=(96, 128))),
     (BOTH[0], ValueError, r"sparse_block_size\[1\].*tile_n=128", changed(block_size=(128, 64))),
     ("qv", NotImplementedError, "block sparsity is not supported with qv",
@@ -382,6 +401,7 @@ TABLES = (
     Table("flash_attn_func, compressed", flash_attn_func, partial(compressed, packed=False), COMPRESSED, "cuda"),
     Table("flash_attn_varlen_func, compressed", flash_attn_varlen_func, partial(compressed, packed=True), COMPRESSED,
           "cuda"),
+    Table("flash_attn_func, positions", _flash_attn_fwd, positioned, POSITIONS, "cuda"),
     Table("flash_attn_func, a gradient with lists", flash_attn_func, one_sided, ONE_SIDED, "cuda"),
     Table("flash_attn_func, lists", flash_attn_func, with_lists, FORWARD, "cuda"),
     Table("flash_attn_func, lists on sm_100", flash_attn_func, with_lists, FORWARD_SM100, "cuda", arch=100),
@@ -409,7 +429,7 @@ TABLES = (
     Table("backward of flash_attn_func, deterministic", _flash_attn_bwd, backward_call, BACKWARD, "cuda"),
     Table(
         "backward of flash_attn_func, deterministic on sm_100", _flash_attn_bwd, backward_call,
-        (*ORDER, *FEW_KEYS, *PLAN_SM100), "cuda", arch=100,
+        (*ORDER, *FEW_KEYS, *PLAN_SM100, *HALF_TILES), "cuda", arch=100,
     ),
     Table("backward_layout", backward_layout, qkv, LAYOUT, "cuda"),
     Table("convert", convert, converted, CONVERT, "cuda"),

@@ -1,7 +1,7 @@
 """Rows of block lists in every form: where kernels find them, heads that share them, sizes of blocks, pairs of CTAs."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import accumulate, product
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +11,10 @@ import torch
 from fa_compile import (
     Worker,
     WorkerError,
-    built_kernels,
     compile_backward,
-    compile_forward,
     kernel_fields,
     noted,
     only_hosts,
-    refused,
 )
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -59,16 +56,6 @@ def test_heads_of_a_group_find_their_list_without_copies(compiler: Worker, pack_
     shared = {((None, (3, None), None), (None, (0, None), 1))}
     plain = {((None, None, None), (None, None, 1))}
     assert compiler.trace(list_layouts, case) == {"fwd": plain if pack_gqa else shared, "bwd": shared}
-
-
-@pytest.mark.parametrize("compile_", [compile_forward, compile_backward])
-@pytest.mark.parametrize("queries", [64, 192])
-def test_tiles_of_128_queries_refuse_halves_of_them(
-    compiler_sm100: Worker, queries: int, compile_: Callable[..., Any]
-) -> None:
-    case = Case(D=128, T_q=700, T_k=700, lists="both", block=(queries, 128))
-    with refused("list blocks of a multiple of 128 queries"):
-        compiler_sm100.trace(compile_, case)
 
 
 @pytest.fixture
@@ -166,19 +153,14 @@ def test_places_pass_32_bits(offsets: int | None) -> None:
     assert starts[0, -1] == first + 46_999 * 47_000
 
 
-def built(case: Case) -> list[str]:
-    """The classes of what backward compiles."""
-    with built_kernels("") as kernels:
-        compile_backward(case)
-    return [type(kernel).__name__ for kernel in kernels]
-
-
 def test_dense_calls_keep_the_kernel_for_256(compiler_sm100: Worker) -> None:
     """It reads no lists: calls with lists take the general one."""
-    dense = compiler_sm100.trace(built, Case(D=256, T_q=700, T_k=700))
-    listed = compiler_sm100.trace(built, Case(D=256, T_q=700, T_k=700, lists="both", block=(128, 128)))
-    assert "BlackwellFusedMultiHeadAttentionBackward" in dense
-    assert "FlashAttentionBackwardSm100" in listed and "BlackwellFusedMultiHeadAttentionBackward" not in listed
+    general, own = "FlashAttentionBackwardSm100", "BlackwellFusedMultiHeadAttentionBackward"
+    dense = Case(D=256, T_q=700, T_k=700)
+    listed = replace(dense, lists="both", block=(128, 128))
+    for case, kind, other in ((dense, own, general), (listed, general, own)):
+        assert compiler_sm100.trace(kernel_fields, "", compile_backward, case, kind=kind)
+        assert not compiler_sm100.trace(kernel_fields, "", compile_backward, case, kind=other)
 
 
 LONG = {"T_q": 1500, "T_k": 1500, "lists": "both"}

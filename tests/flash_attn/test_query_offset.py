@@ -5,17 +5,13 @@ A call knows of each sequence's offset on the device alone.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
-from fa_compile import Worker, WorkerError, kernel_fields, swept
+from fa_compile import Worker, kernel_fields, swept
 from fa_compress import FIXED
 from fa_reference import assert_case
 
-from flash_attn.cute import interface
-from fuzz.attention import compile_case, make_inputs, options
-from fuzz.attention_lists import forward_lists
+from fuzz.attention import compile_case
 from fuzz.case import Attention as Case
 
 SIZES = dict(T_q=300, T_k=1000, offsets=(0, 611))
@@ -76,27 +72,6 @@ def test_offsets_share_kernels(compiler_sm90: Worker) -> None:
         found = compiler_sm90.trace(kernel_fields, "__module__", compile_offsets, *offsets, kind="Flash")
         counts.append(len(found))
     assert counts[1:] == [counts[0], counts[0] + 2]
-
-
-WRONG = {
-    "int32": dict(dtype="int64"),
-    r"\[2\], contiguous": dict(size=3),
-    "causal=True or a window": dict(window=(None, None)),
-    "block_sparse_tensors .*seqused_k": dict(lists="both"),
-}
-
-
-def call_wrongly(dtype: str = "int32", size: int = 2, **changes: Any) -> None:
-    case = replace(Case(window=(127, 0), T_q=300, T_k=1000, offsets=(0, 1)), **changes)
-    x = make_inputs(case)
-    given = options(case, x) | dict(q_offset=torch.zeros(size, dtype=getattr(torch, dtype), device="cuda"))
-    interface._flash_attn_fwd(x.q, x.k, x.v, **given, block_sparse_tensors=forward_lists(case))
-
-
-@pytest.mark.parametrize("said", WRONG)
-def test_wrong_calls_are_refused(compiler_sm90: Worker, said: str) -> None:
-    with pytest.raises(WorkerError, match=said):
-        compiler_sm90.trace(call_wrongly, **WRONG[said])
 
 
 @pytest.mark.gpu
