@@ -3,8 +3,9 @@
 Everything follows from one table of blocks that tokens list, so neither unions nor pairs define the right result.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.query_bits import words_for
 from fuzz.attention import Inputs, Tensors
+from fuzz.blocks import each_tensor, lists_of_rows
 from fuzz.case import Attention as Case
 from fuzz.oracle import dense
 
 BLOCK, ROWS = 64, 128
-NEVER_READ = 1 << 29
 TOKENS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
 PACK = ((0, 0), (1, 1), (129, 129), (500, 700), (63, 63), (64, 200))
 
@@ -49,10 +50,6 @@ class TokenCase(Case):
     def by_head(self) -> bool:
         """True if each query head has a list."""
         return self.list_heads > self.Hkv
-
-    @property
-    def tiles(self) -> list[int]:
-        return [-(-queries * self.rows // ROWS) for queries, _ in self.lengths]
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
@@ -130,66 +127,35 @@ def reference(case: TokenCase, x: Inputs, tables: list[torch.Tensor], dtype: tor
     return found
 
 
-def union(case: TokenCase, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts [H, tiles], blocks [H, tiles, N] and bits [H, tiles, N, words] of one sequence's tiles."""
-    device, parts = table.device, BLOCK // case.keys  # listed blocks of an entry
-    table = torch.nn.functional.pad(table, (0, -table.shape[2] % parts)).unflatten(2, (-1, parts))
-    H, T, N, _ = table.shape
-    tiles, words = -(-T * case.rows // ROWS), words_for(case.rows)
-    first = torch.arange(tiles, device=device) * ROWS // case.rows
-    last = ((torch.arange(tiles, device=device) + 1) * ROWS - 1) // case.rows
-    bits = torch.zeros(H, tiles, N, parts, words, dtype=torch.int64, device=device)
-    for j in range(int((last - first).max()) + 1):
-        token = first + j
-        there = (token <= last) & (token < T)
-        bits[..., j // 32] |= (table[:, token.clamp(max=T - 1)] & there[:, None, None]).long() << j % 32
-    bits = bits.flatten(3)
-    chosen = (bits != 0).any(-1)
-    order = chosen.byte().sort(dim=-1, descending=True, stable=True).indices
-    past = torch.arange(N, device=device) >= chosen.sum(-1, keepdim=True)
-    bits = bits.gather(2, order[..., None].expand_as(bits)).masked_fill(past[..., None], -1)
-    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
-    return chosen.sum(-1).int(), order.masked_fill(past, NEVER_READ).int(), bits.int()
+def union(case: TokenCase, table: torch.Tensor) -> Iterator[list[tuple[int, list[int]]]]:
+    """The blocks that any token of a tile lists, each with its bits, of one sequence's tiles [head, tile]."""
+    parts, words = BLOCK // case.keys, words_for(case.rows)  # listed blocks of an entry, and words of one's bits
+    (H, T, N), weights = table.shape, (1 << torch.arange(32)).view(32, 1, 1)
+    table = torch.nn.functional.pad(table.cpu(), (0, -N % parts)).unflatten(2, (-1, parts)).long()
+    for head, tile in product(range(H), range(-(-T * case.rows // ROWS))):
+        tokens = table[head, tile * ROWS // case.rows : ((tile + 1) * ROWS - 1) // case.rows + 1]
+        of_words = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, 32 * words - len(tokens))).unflatten(0, (words, 32))
+        bits = (of_words * weights).sum(1).permute(1, 2, 0).flatten(1)
+        bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+        listed = bits.any(1).nonzero().flatten()
+        yield list(zip(listed.tolist(), bits[listed].tolist()))
 
 
 def union_lists(case: TokenCase, tables: list[torch.Tensor]) -> BlockSparseTensorsTorch:
     """The union of all sequences, in the case's form."""
-    device, blocks = tables[0].device, [-(-keys // BLOCK) for _, keys in case.lengths]
-    parts, most = [union(case, table) for table in tables if table.shape[1]], max(blocks)
-    if case.form == "stacked":
-        widths = [tiles * N for tiles, N in zip(case.tiles, blocks, strict=True)]
-        return BlockSparseTensorsTorch(
-            torch.cat([counts for counts, _, _ in parts], 1),
-            torch.cat([blocks.flatten(1) for _, blocks, _ in parts], 1),
-            mask_block_bits=torch.cat([bits.flatten(1, 2) for _, _, bits in parts], 1),
-            cu_total_m_blocks=_before(case.tiles, device), cu_block_idx_offsets=_before(widths, device),
-        )  # fmt: skip
-    tiles = max(case.tiles) if case.form == "padded" else None
-    wide = [[_padded(t, d, tiles, most) for d, t in enumerate(part)] for part in parts]
-    if tiles is not None:
-        empty = [torch.zeros_like(t) for t in wide[0]]
-        filled = iter(wide)
-        every = [next(filled) if table.shape[1] else empty for table in tables]
-        counts, blocks, bits = (torch.stack(of) for of in zip(*every, strict=True))
-        return BlockSparseTensorsTorch(counts, blocks, mask_block_bits=bits, block_size=(ROWS, BLOCK))
-    counts, blocks, bits = (torch.cat(of, 1) for of in zip(*wide, strict=True))
-    lists = BlockSparseTensorsTorch(counts, blocks, mask_block_bits=bits, cu_total_m_blocks=_before(case.tiles, device))
-    if case.form == "compact":
-        return lists
-    kept = torch.arange(most, device=device) < counts[..., None]
-    starts = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
-    return lists._replace(mask_block_idx=blocks[kept], mask_block_bits=bits[kept], cu_block_idx_offsets=starts)
+    H, across = case.list_heads, [-(-keys // BLOCK) for _, keys in case.lengths]
+    by_sequence = [list(union(case, table)) for table in tables]
+    rows = [[own[h * len(own) // H : (h + 1) * len(own) // H] for own in by_sequence] for h in range(H)]
+    size = dict(block_size=(ROWS, BLOCK)) if case.form == "padded" else {}
 
+    def formed(value: Callable[[tuple[int, list[int]]], int]) -> BlockSparseTensorsTorch:
+        values = [[[[*map(value, tile)] for tile in own] for own in head] for head in rows]
+        return lists_of_rows({"mask": values}, case.form, across, "cu_total_m_blocks", width=max(across), **size)
 
-def _before(numbers: list[int], device: Any) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(numbers)], dtype=torch.int32, device=device)
-
-
-def _padded(tensor: torch.Tensor, dims: int, tiles: int | None, width: int) -> torch.Tensor:
-    """Rows of `width` entries, and `tiles` of them. dims: of a tile's entries, as counts have none."""
-    more = (0 if tiles is None else tiles - tensor.shape[1],)
-    sides = [0, more[0]] if dims == 0 else [0, width - tensor.shape[2], 0, more[0]]
-    return torch.nn.functional.pad(tensor, [0, 0] * (dims == 2) + sides, value=NEVER_READ if dims else 0)
+    words = BLOCK // case.keys * words_for(case.rows)
+    bits = [formed(lambda entry, w=w: entry[1][w]).mask_block_idx for w in range(words)]
+    lists = formed(lambda entry: entry[0])._replace(mask_block_bits=torch.stack(bits, -1))
+    return each_tensor(lists, lambda t: t.to(tables[0].device))
 
 
 def key_pairs(case: TokenCase, tables: list[torch.Tensor]) -> Any:
@@ -212,5 +178,6 @@ def key_pairs(case: TokenCase, tables: list[torch.Tensor]) -> Any:
     items += [(1 << 30,) * 4] * 3
     device = tables[0].device
     items, row_items = (torch.tensor(x, dtype=torch.int32, device=device) for x in (items, row_items))
-    blocks = _before([table.shape[2] for table in tables], device) if case.packed else None
+    before = [0, *accumulate(table.shape[2] for table in tables)]
+    blocks = torch.tensor(before, dtype=torch.int32, device=device) if case.packed else None
     return KeyPairs(torch.cat(by_row).int(), items, row_items, partials, case.keys, blocks, case.by_head)
