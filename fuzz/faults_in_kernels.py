@@ -14,6 +14,15 @@ ON_A_GPU = dict(needs=GPU, seconds=120.0)
 IS_ITS, OF_LAYER = "attention.is", "layer.is its definition, kernels"
 UNIONS = "nsa_layer.kernels.union_lists.unions:union_lists"
 
+
+def lost(count: Any, step: Any) -> Any:
+    """A step's size where a loop has two or more steps, else 0."""
+    import cutlass
+    from cutlass import Int32
+
+    return cutlass.select_(count > step, Int32(step), Int32(0))
+
+
 faults(
     ("kernel: no tail mask", "flash_attn.cute.mask:AttentionMask.apply_mask", IS_ITS,
      "Keys past the end of a sequence are not masked on Hopper.", given(mask_seqlen=False), ON_A_GPU),
@@ -25,45 +34,20 @@ faults(
      instead(lambda original, tensor, cu_seqlens, dim=0: tensor), ON_A_GPU | dict(shows=lambda kind: kind.packed)),
     ("kernel: union without its last block", UNIONS, OF_LAYER, "Unions of two or more blocks lack the last one.",
      result(lambda unions: unions._replace(counts=unions.counts - (unions.counts > 1).int())), ON_A_GPU),
+    ("kernel: dropped entry", "flash_attn.cute.bwd_sm90.query_loop:QueryLoop.create", IS_ITS,
+     "Backward leaves out the first entry of every list of two or more.",
+     result(lambda loop: replace(loop, begin=loop.begin + lost(loop.end - loop.begin, loop.subtiles))),
+     ON_A_GPU | dict(shows=lambda kind: kind.lists)),
+    ("kernel: dq loses its last step", "flash_attn.cute.fwd_sm90.loads:KeyLoop.create", IS_ITS,
+     "The dq pass leaves out the last step of every loop of two or more.",
+     result(lambda loop: replace(loop, count=loop.count - lost(loop.count, loop.parts))),
+     ON_A_GPU | dict(shows=two_passes)),
+    ("kernel: first sequence's rows", "flash_attn.cute.lists.rows:find_row", IS_ITS,
+     "Every batch reads the first one's lists; not in a pack, whose rows are of different widths.",
+     instead(lambda original, tensors, rows_before, batch, *place, **more: original(
+         tensors, rows_before, batch * 0 if rows_before is None else batch, *place, **more)),
+     ON_A_GPU | dict(shows=lambda kind: kind.lists and kind.form == "padded")),
 )  # fmt: skip
-
-
-def lost(count: Any, step: Any) -> Any:
-    """A step's size where a loop has two or more steps, else 0."""
-    import cutlass
-    from cutlass import Int32
-
-    return cutlass.select_(count > step, Int32(step), Int32(0))
-
-
-@fault(
-    "kernel: dropped entry", "flash_attn.cute.bwd_sm90.query_loop:QueryLoop.create", IS_ITS, **ON_A_GPU,
-    shows=lambda kind: kind.lists,
-)  # fmt: skip
-@result
-def _dropped(loop: Any) -> Any:
-    """Backward leaves out the first entry of every list of two or more."""
-    return replace(loop, begin=loop.begin + lost(loop.end - loop.begin, loop.subtiles))
-
-
-@fault(
-    "kernel: dq loses its last step", "flash_attn.cute.fwd_sm90.loads:KeyLoop.create", IS_ITS, **ON_A_GPU,
-    shows=two_passes,
-)  # fmt: skip
-@result
-def _lost_step(loop: Any) -> Any:
-    """The dq pass leaves out the last step of every loop of two or more."""
-    return replace(loop, count=loop.count - lost(loop.count, loop.parts))
-
-
-@fault(
-    "kernel: first sequence's rows", "flash_attn.cute.lists.rows:find_row", IS_ITS, **ON_A_GPU,
-    shows=lambda kind: kind.lists and kind.form == "padded",
-)  # fmt: skip
-@instead
-def _rows(original: Callable, tensors: Any, rows_before: Any, batch: Any, *place: Any, **more: Any) -> Any:
-    """Every batch reads the first one's lists; not in a pack, whose rows are of different widths."""
-    return original(tensors, rows_before, batch * 0 if rows_before is None else batch, *place, **more)
 
 
 @fault(

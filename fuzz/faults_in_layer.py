@@ -66,6 +66,16 @@ faults(
      instead(lambda original, lists, t, config: lists >= 0)),
     ("one key for all lists", INDEX + ":loss_rows", OF_INDEX, "All lists' losses read the first list's keys.",
      given(k_index=lambda x: x[:, :, :1])),
+    ("shares of two", "nsa_layer.eager.forward:gated_sum", IS_ITS,
+     "Without a window the other branches count 1/2 each, not 1/3.",
+     instead(lambda original, g, *outputs: original(
+         1.5 * g if outputs[-1] is None and bool((g == g.flatten()[0]).all()) else g, *outputs))),
+    ("missing tail mask", LISTED + ":Pairs.__init__", IS_ITS,
+     "In calls that are not causal the zeros behind the last key of a block are keys as well.",
+     instead(lambda original, pairs, lists, limit, N, size: original(
+         pairs, lists, limit.masked_fill((limit == limit[0]).all(), N * size), N, size))),
+    ("half a gradient", CHUNKED + ":attend_chunks_backward", IS_ITS, "The gradient of the keys lacks its last one.",
+     result(lambda grads: (grads[0], torch.cat([grads[1][:, :-1], 0 * grads[1][:, -1:]], 1), *grads[2:]))),
     ("compressed key too early", CHUNKED + ":visible_compressed", "layer",
      "A compressed block is visible one token before its last one is reached.",
      given(spec=lambda s: replace(s, config=s.config.replace(compress_offset=s.config.offset - 1)))),
@@ -143,29 +153,6 @@ def _ties(original: Callable, scores: Any, forced: Any, candidate: Any, n: int) 
     N = scores.shape[-1]
     lists = (N - 1 - lists).sort(-1).values  # padding is block N
     return lists.masked_fill(lists == N, -1)
-
-
-@fault("shares of two", "nsa_layer.eager.forward:gated_sum", IS_ITS)
-@instead
-def _shares(original: Callable, g: Any, *outputs: Any) -> Any:
-    """Without a window the other branches count 1/2 each, not 1/3."""
-    return original(1.5 * g if outputs[-1] is None and bool((g == g.flatten()[0]).all()) else g, *outputs)
-
-
-@fault("missing tail mask", LISTED + ":Pairs.__init__", IS_ITS)
-@instead
-def _tail(original: Callable, pairs: Any, lists: Any, limit: Any, N: int, size: int) -> None:
-    """In calls that are not causal the zeros behind the last key of a block are keys as well."""
-    original(pairs, lists, limit.masked_fill((limit == limit[0]).all(), N * size), N, size)
-
-
-@fault("half a gradient", CHUNKED + ":attend_chunks_backward", IS_ITS)
-@result
-def _half(grads: Any) -> Any:
-    """The gradient of the keys lacks its last one."""
-    dk = grads[1].clone()
-    dk[:, -1:] = 0
-    return grads[0], dk, *grads[2:]
 
 
 @fault("options refused alone", SAME_ON_RANKS, "ranks")

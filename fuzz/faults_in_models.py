@@ -45,6 +45,10 @@ faults(
      given(is_token=lambda is_token: is_token.bool().flip(1).cummax(1).values.flip(1))),
     ("padding of one row", f"{PACKING}:_of_padding", "models.padding", "All rows have the padding of the first.",
      given(is_token=lambda is_token: is_token[:1].expand_as(is_token))),
+    ("padding is not a number", f"{PACKING}:BatchPacking.unpack", "models.padding anywhere",
+     "Columns without a token have the softmax of nothing.",
+     instead(lambda original, packing, x: original(packing, x).masked_fill(
+         original(packing, torch.ones_like(x)) <= 0, float("nan")))),
     ("option dropped", f"{ATTENTION}:_check_options", "models.settings",
      "Options that sparse attention lacks are dropped.", always(None)),
     ("gates not reset", f"{MODELS}:EqualGates.reset_parameters", "models.start",
@@ -121,14 +125,6 @@ def _parametrized(original: Callable, layer: Any, *args: Any, nsa_options: dict,
     own = dict(layer.nsa.named_parameters(recurse=False))
     kept = {name: value for name, value in nsa_options.items() if not name.endswith("weight") or name in own}
     return original(layer, *args, nsa_options=kept, **more)
-
-
-@fault("padding is not a number", f"{PACKING}:BatchPacking.unpack", "models.padding anywhere")
-@instead
-def _not_a_number(original: Callable, packing: Any, x: torch.Tensor) -> torch.Tensor:
-    """Columns without a token have the softmax of nothing."""
-    is_token = original(packing, torch.ones_like(x)) > 0
-    return original(packing, x).masked_fill(~is_token, float("nan"))
 
 
 @fault("ended turn kept", f"{PACKING}:BatchPacking.kept", "models.padding anywhere")

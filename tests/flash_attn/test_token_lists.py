@@ -331,20 +331,6 @@ def test_ragged_lists_keep_the_bits_beside_their_entries(form: str, shared: bool
             assert fitted.mask_block_bits[entries].equal(plain.mask_block_bits[of, row, :count])
 
 
-def test_pairs_are_those_of_the_lists() -> None:
-    """The tests' own builder: every row has the tokens that list its block, and is dealt out whole."""
-    case = tokens((200, 200), (70, 70), G=2, cap=30, **PACKED)
-    tables = listed_blocks(case, "cpu")
-    pairs, found = key_pairs(case, tables), {}
-    for row, begin, end, _ in pairs.work_tiles[: pairs.row_tiles[-1]].tolist():
-        found.setdefault(row, []).extend(pairs.tokens[begin:end].tolist())
-    assert len(found) == 12
-    for row, listing in found.items():
-        head, block = row // 6, row % 6
-        table = tables[0][head, :, block] if block < 4 else tables[1][head, :, block - 4]
-        assert listing == table.nonzero().flatten().tolist()
-
-
 @pytest.fixture
 def lists() -> BlockSparseTensorsTorch:
     return union_lists(tokens(), listed_blocks(tokens(), "cpu"))
