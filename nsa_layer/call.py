@@ -169,7 +169,9 @@ class Call(NamedTuple):
     @property
     def B(self) -> int:
         """Sequences."""
-        return self.cu_seqlens.shape[0] - 1 if self.packed else self.q.shape[0]
+        if not self.packed:
+            return self.q.shape[0]
+        return len(self.spec.lengths) if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def query_lengths(self) -> tuple[int, ...] | None:
@@ -208,6 +210,15 @@ class Call(NamedTuple):
         return self.q.shape[-2] // (keys if self.block_indices is None else self.block_indices).shape[-2]
 
     @property
+    def num_compressed(self) -> int:
+        """Rows of compressed keys, of a sequence or of all packed ones: as the caller has them, or as many as any
+        lengths need."""
+        of_caller, keys = self.k_cmp if self.v_cmp is None else self.v_cmp, self.k.shape[-3]
+        if of_caller is not None:
+            return of_caller.shape[-3]
+        return self.config.compressed_capacity(keys) if self.packed else self.config.compressed_length(keys)
+
+    @property
     def num_lists(self) -> list[int]:
         """Lists of each packed sequence; of a batch those of one sequence."""
         return list(map(self.config.num_tiles, self.spec.lengths or self.q.shape[1:2]))
@@ -229,8 +240,9 @@ class Call(NamedTuple):
             sizes |= dict.fromkeys(("k_win", "v_win"), of_window)
             sizes |= dict.fromkeys(("k_cmp", "v_cmp"), tuple(map(config.compressed_length, keys)))
             sizes["block_indices"] = tuple(map(config.num_tiles, spec.lengths))
-            # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
-            split = {name: x.split(sizes[name]) for name, x in own.items()}
+            # split, not slices: the backward of a slice fills a gradient as long as the whole pack. There may be more
+            # lists and compressed keys than these lengths need.
+            split = {name: x.split((*sizes[name], len(x) - sum(sizes[name])))[:-1] for name, x in own.items()}
         for parts in zip(*split.values(), strict=True):
             yield self._replace(**dict(zip(split, parts)), cu_seqlens=None, cu_seqlens_k=None, q_offset=None)
 
@@ -320,13 +332,18 @@ class Saved(NamedTuple):
     index_sums: torch.Tensor | None = None
 
     def aux(self, call: Call) -> Aux:
-        """`Aux` of the call; a selection is [B, M, Hs, n]."""
-        lists = self.block_indices if call.block_indices is None else call.block_indices
+        """`Aux` of the call; a selection is [B, M, Hs, n]. Rows and columns that its lengths do not need are cut."""
+        lists, scores = self.block_indices, self.index_scores
+        if call.block_indices is not None:
+            lists = call.block_indices
+        elif call.spec.lengths is not None:
+            rows, width = sum(call.num_lists), call.config.list_width(max(call.spec.key_lengths))
+            lists, scores = (x if x is None else x[:rows, :, :width] for x in (lists, scores))
         lse_swa = self.lse_swa
         if lse_swa is None and "window" in call.config.branches:
             lse_swa = call.q.new_full(lse_shape(call.q), -torch.inf, dtype=accumulation_dtype(call.q.dtype))
         g = equal_gates(call.q, len(call.config.branches)) if self.g is None else self.g
-        return Aux(lists, g, self.lse_cmp, self.lse_slc, lse_swa, self.index_scores)
+        return Aux(lists, g, self.lse_cmp, self.lse_slc, lse_swa, scores)
 
 
 @dataclass

@@ -404,6 +404,14 @@ def tile_of_packed_lists(count: int | None, total: int, sequences: int) -> int |
     return fit[0] if len(fit) == 1 else None
 
 
+def check_compressed(call: Call) -> None:
+    """Raise ValueError unless k_cmp and v_cmp have the rows that known lengths need; in a graph they may have more."""
+    blocks = sum(map(call.config.compressed_length, call.spec.key_lengths or ()))
+    for name, x in (("k_cmp", call.k_cmp), ("v_cmp", call.v_cmp)):
+        if x is not None and call.packed and x.shape[0] < blocks:
+            raise ValueError(f"{name} must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")
+
+
 def check_positions(q_offset: torch.Tensor | int | None, pairs: Iterable[tuple[int, int]], *, causal: bool) -> None:
     """Raise ValueError for queries before the first key of their sequence.
 

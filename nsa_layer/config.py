@@ -12,7 +12,6 @@ BRANCHES = ("compressed", "selected", "window")
 LARGEST = 2**31 - 1  # positions are int32
 LONGEST_BLOCK = 1 << 20  # tokens
 WIDEST_TILE = 256
-WIDE_LIST = 1024  # blocks
 LEAST = dict.fromkeys(("block_size", "block_counts", "q_tile", "compress_size", "compress_stride"), 1)
 LEAST |= dict(window_size=0, init_blocks=0, local_blocks=0, compress_offset=-LARGEST)
 
@@ -177,13 +176,9 @@ class NSAConfig:
         return -(-T // self.q_tile) + (sequences - 1) * (self.q_tile > 1)
 
     def list_width(self, T: int) -> int:
-        """Width of a tile's list: ``block_counts``, at most all blocks."""
-        return min(self.num_blocks(T), self.block_counts)
-
-    def list_capacity(self, T: int) -> int:
-        """A width that lists of T tokens fit in: the same for all T, unless lists are longer than any that pays."""
-        widest = self.list_width(LARGEST)
-        return widest if widest <= WIDE_LIST else min(widest, self.num_blocks(T))
+        """Width of the lists of T tokens: ``block_counts``, at most all blocks."""
+        count = self.num_blocks(T)
+        return min(count, self.block_counts) if isinstance(count, int) else torch.sym_min(count, self.block_counts)
 
     def replace(self, **changes: object) -> NSAConfig:
         """A copy with some fields changed; TypeError or ValueError as for the class."""

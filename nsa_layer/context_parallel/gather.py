@@ -22,9 +22,9 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import CP, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.operators.layer import CONFIG, as_output, reads_output, static_arguments
-from nsa_layer.operators.registration import OPS, differentiate, dispatcher_sees, register
-from nsa_layer.saved_shapes import with_capacity
+from nsa_layer.operators.layer import CONFIG, reads_output, static_arguments
+from nsa_layer.operators.registration import OPS, as_output, differentiate, dispatcher_sees, register
+from nsa_layer.saved_shapes import fitted
 
 Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on this mode was measured to be faster than "heads"
@@ -61,7 +61,7 @@ def attend(
     """
     if call.spec.backend == "reference":
         raise NotImplementedError("cp: mode='gather' with backend='reference'")
-    in_graph, packed, spec, config = dispatcher_sees(call.q), call.cu_seqlens is not None, call.spec, call.config
+    packed, spec, config = call.cu_seqlens is not None, call.spec, call.config
     q, lists, kept = call.q, call.block_indices, (False,) * 3
     chunk = q.shape[-3] // len(cp.chunks)
     if lists is None:
@@ -70,7 +70,7 @@ def attend(
         raise NotImplementedError(
             f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"
         )
-    if in_graph and packed and (call.k_cmp is not None or call.v_cmp is not None):
+    if packed and dispatcher_sees(call.q) and (call.k_cmp is not None or call.v_cmp is not None):
         raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
     if call.has_own_window:
         window = (x if own is not None else x.view_as(x) for x, own in zip(call.of_window, call[9:11]))
@@ -85,7 +85,7 @@ def attend(
     o, *saved = _Attend.apply(static, *call.tensors)
     if not return_aux:
         return o, None
-    width = (config.list_capacity if in_graph else config.list_width)(max(spec.lengths or (q.shape[-3] * cp.size,)))
+    width = config.list_width(q.shape[-3] * cp.size)
     joined = partial(_joined, saved, len(cp.chunks))
     lses = {name: joined(name, -1) for name in ("lse_cmp", "lse_slc", "lse_swa")}
     if call.alone:
@@ -157,7 +157,7 @@ def _run(tensors: list[Tensor | None], *static: Any, capacity: bool = True) -> l
         if not capacity:
             return [o, *saved]
         pairs = zip(saved, loop.capacity(), strict=True)
-        return [o, *(o.new_empty(0) if of is None else as_output(with_capacity(x, of)) for x, of in pairs)]
+        return [o, *(o.new_empty(0) if of is None else as_output(fitted(x, of)) for x, of in pairs)]
 
 
 def _run_fake(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:

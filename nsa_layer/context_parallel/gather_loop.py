@@ -21,7 +21,7 @@ from nsa_layer.context_parallel.transport import Exchange, ranks_of
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.operators.layer import NAMES, static_spec
-from nsa_layer.saved_shapes import exact_saved, saved_shapes
+from nsa_layer.saved_shapes import fitted, saved_shapes
 
 Tensor = torch.Tensor
 Fields = Sequence[Tensor | None]
@@ -106,7 +106,8 @@ class GatherLoop:
             for i in reversed(range(len(self.shards))):
                 call, of_rank, rows = self._shard_call(step, i, keys)
                 at, of_q = (step * len(self.shards) + i) * FIELDS, of_rank["q"]
-                of_shard, dq = exact_saved(saved[at : at + FIELDS], call, kept=self.kept), grads["q"][of_q]
+                of_shard = Saved(*map(fitted, saved[at : at + FIELDS], saved_shapes(call, kept=self.kept)))
+                dq = grads["q"][of_q]
                 into = dict(plan=self._plan(step), o=None if o is None else o[of_q], dq=dq, window=rows)
                 ds = pages.backward(call, of_shard, do[of_q], **into)
                 if ds[0] is not dq:
@@ -123,11 +124,13 @@ class GatherLoop:
 
     def capacity(self) -> list[tuple[Any, torch.dtype] | None]:
         """(shape, dtype) of what each step and shard saves, whatever the lengths of packed sequences are."""
-        shapes, spec = [], replace(self.spec, lengths=None)
+        shapes, spec, total = [], replace(self.spec, lengths=None), self.tokens.total
+        rows = dict(q=self.tokens.counts[0]) | dict.fromkeys("kv", total)
+        rows |= dict.fromkeys(BLOCKS, spec.config.compressed_length(total))
+        tensors = {name: x for name in rows if (x := getattr(self.call, name)) is not None}
         for first, end in self.steps:
-            rows = dict(q=self.tokens.counts[0]) | dict.fromkeys("kv", self.tokens.total)
-            heads = dict(q=(end - first) * self.G) | dict.fromkeys("kv", end - first)
-            of_step = {name: resized(getattr(self.call, name), rows[name], heads[name]) for name in rows}
+            heads = {name: (end - first) * (self.G if name == "q" else 1) for name in tensors}
+            of_step = {name: resized(x, rows[name], heads[name]) for name, x in tensors.items()}
             shapes += [*saved_shapes(self.call._replace(**of_step, spec=spec), kept=self.kept)] * len(self.shards)
         return shapes
 

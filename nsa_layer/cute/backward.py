@@ -140,22 +140,16 @@ def backward_group(
     pairs = ((dk, dk_win), (dv, dv_win))
     of_window = [grad if x is None else KeyGradient(x, filled=window_adds) for grad, x in pairs]
 
-    def launch(name: str, do: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+    def launch(name: str, do: Tensor, rows: tuple[Tensor, Tensor], **into: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the accumulators; returns dk and dv where the call stores them instead."""
         shared = sums.share(*rows, with_dq=not calls[name].get("without_dq"))
-        return _flash_attn_bwd(q, out=None, dout=do, lse=None, **calls[name], **fixed, shared=shared)[1:]
+        return _flash_attn_bwd(q, out=None, dout=do, lse=None, **calls[name], **fixed, shared=shared, **into)[1:]
 
-    dk_cmp = dv_cmp = None
     with component("cmp"):
-        if "cmp" in calls:
-            dk_cmp, dv_cmp = launch("cmp", do_cmp, rows_cmp)
-        if dk_cmp is None:
-            dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
+        pairs = (k_cmp, call.k_cmp, w_k), (v_cmp, call.v_cmp, w_v)
+        dk_cmp, dv_cmp = (_compressed_gradient(*pair, packed=call.packed) for pair in pairs)
+        if "cmp" in calls and launch("cmp", do_cmp, rows_cmp, dk=dk_cmp, dv=dv_cmp)[0] is None:
             sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
-        if not spec.lengths_known:
-            for x, of_caller, weight in ((dk_cmp, call.k_cmp, w_k), (dv_cmp, call.v_cmp, w_v)):
-                if of_caller is not None or weight is not None:
-                    varlen.clear_behind_blocks(x)
     stored = []
     if window:
         with component("swa"):
@@ -185,6 +179,12 @@ def backward_group(
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
     dk_cmp, dv_cmp = None if call.k_cmp is None else dk_cmp, None if call.v_cmp is None else dv_cmp
     return gate.d_weight, gate.d_gates, dw_k, dw_v, dk_cmp, dv_cmp
+
+
+def _compressed_gradient(x: Tensor, of_caller: Tensor | None, weight: Tensor | None, *, packed: bool) -> Tensor:
+    """For the gradient of compressed keys or values, which no kernel writes where no sequence has a block: 0 there if
+    the rows are the caller's, or summed to the gradient of a weight."""
+    return torch.zeros_like(x) if packed and (of_caller is not None or weight is not None) else torch.empty_like(x)
 
 
 def _selected_lists(call: Call, varlen: Varlen, saved: Saved, split_dq: bool) -> tuple[dict | None, dict | None]:

@@ -147,7 +147,7 @@ def _compressed(call: Call, varlen: Varlen) -> tuple[Tensor | None, Tensor, Tens
     if k is not None or v is not None:
         k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
         options = pooling_options(call.config, varlen)
-        options |= dict(total_blocks=varlen.total_compressed, bounded=not call.spec.lengths_known)
+        options["total_blocks"] = varlen.total_compressed
         k_means, v_mean = mean_pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
     if k is None:
         k_scored = k_cmp.float() if scored else None

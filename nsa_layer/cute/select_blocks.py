@@ -16,13 +16,17 @@ Tensor = torch.Tensor
 
 def choose_by_index(call: Call, varlen: Varlen) -> Tensor:
     """int32 [B, T, Hkv, n], packed [total, Hkv, n]: the blocks listed for each token, ascending, padded with -1."""
-    packed, options = call.packed, {}
-    if packed:
-        options = dict(cu_seqlens=varlen.cu_seqlens, max_seqlen=varlen.longest)
+    return select_by_index(call.q_index, call.k_index, config=call.config, **_by_token_options(call, varlen))
+
+
+def _by_token_options(call: Call, varlen: Varlen) -> dict:
+    """Options that selection by token has, with an index or without."""
+    options = dict(width=call.config.list_width(max(varlen.longest_k, call.k.shape[-3])))  # on pages or in a tensor
+    if call.packed:
+        options |= dict(cu_seqlens=varlen.cu_seqlens, max_seqlen=varlen.longest)
     if call.q_offset is not None:
-        options |= dict(q_offset=call.q_offset, max_seqlen_k=varlen.longest_k)
-        options |= dict(cu_seqlens_k=varlen.cu_seqlens_k) if packed else {}
-    return select_by_index(call.q_index, call.k_index, config=call.config, **options)
+        options |= dict(q_offset=call.q_offset, cu_seqlens_k=varlen.cu_seqlens_k, max_seqlen_k=varlen.longest_k)
+    return options
 
 
 def select_blocks(call: Call, varlen: Varlen, k_cmp: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -38,14 +42,8 @@ def select_blocks(call: Call, varlen: Varlen, k_cmp: Tensor, lse: Tensor | None)
     """
     spec, config = call.spec, call.config
     options = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
-    options |= dict(cu_seqlens=varlen.cu_seqlens, cu_blocks=varlen.cu_compressed)
-    options["lengths"] = spec.lengths if spec.lengths_known else (varlen.longest,)
+    options["cu_blocks"] = varlen.cu_compressed
     if config.by_token:
-        if call.q_offset is not None:
-            of_keys = dict(max_seqlen_k=varlen.longest_k, cu_seqlens_k=varlen.cu_seqlens_k)
-            options |= dict(q_offset=call.q_offset, **of_keys)
-        return token_topk(call.q, k_cmp, lse, **options), None
-    if not spec.lengths_known:
-        options["tiles"] = config.num_tiles(call.q.shape[0], len(varlen.cu_tiles) - 1)
-    indices, counts = block_topk(call.q, k_cmp, **options)
+        return token_topk(call.q, k_cmp, lse, **options, **_by_token_options(call, varlen)), None
+    indices, counts = block_topk(call.q, k_cmp, cu_seqlens=varlen.cu_seqlens, **options)
     return indices.transpose(-3, -2), None if reads_unions(config, listed=False) else counts

@@ -1,6 +1,6 @@
 """Starts of packed sequences on the GPU, in tokens, compressed blocks and tiles.
 
-The host makes them of the lengths, where it knows these; otherwise the GPU does, and totals are bounds.
+The host makes them of the lengths, where it knows these; otherwise the GPU does. Totals are those of any lengths.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ class Varlen(NamedTuple):
     """Lengths of a call's sequences. Starts are int32 [sequences + 1] on the GPU and end with the total.
 
     None, as totals, for a batch. Copies, or made of the caller's ``cu_seqlens``, which may be refilled at any time.
-    Totals and what is longest are bounds unless ``spec.lengths_known``.
+    What is longest is a bound unless ``spec.lengths_known``.
 
     Attributes:
         cu_seqlens, cu_tiles, cu_row_tiles: of queries, of the selection's query tiles, and of tiles of 128 rows, where
             each query has a row for each head that shares its list.
         cu_seqlens_k, cu_compressed, cu_key_blocks: of keys, of compressed keys, and of Hopper's key tiles (with unions:
             of blocks).
-        total_compressed, total_key_blocks, total_row_tiles: of all sequences.
+        total_compressed, total_key_blocks, total_row_tiles: of all sequences, at least; those behind the last one are
+            nobody's.
         longest, longest_k, longest_compressed: of one sequence, in queries, in keys and in compressed blocks.
     """
 
@@ -52,33 +53,22 @@ class Varlen(NamedTuple):
     def of(cls, call: Call) -> Varlen:
         """The lengths of a call, without a synchronisation; its starts are on the GPU unless ``lengths_known``."""
         spec, config, (q, k), lengths_k = call.spec, call.config, call[:2], call.spec.key_lengths
-        if spec.lengths_known and spec.lengths is None:
+        if not call.packed:
             return cls(*[None] * 9, q.shape[1], k.shape[1], config.compressed_length(k.shape[1]))
-        (total, total_k), rows, kv_tile = (len(q), len(k)), call.q_heads_per_list, _kv_tile(spec)
+        rows, kv_tile = call.q_heads_per_list, _kv_tile(spec)
         of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, ROWS - 1, ROWS)
         of_k = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)
-        if lengths_k is not None:
-            starts_k, longest_k = _host_starts(lengths_k, of_k), max(lengths_k)
-            totals = starts_k[1][-1], starts_k[2][-1]
-        else:
-            longest_k = spec.bound if call.cu_seqlens_k is None else total_k
-            totals = total_k // config.stride, total_k // kv_tile + len(call.cu_seqlens) - 1
         if spec.lengths_known:
-            starts_q, longest = _host_starts(spec.lengths, of_q), max(spec.lengths)
-            starts, row_tiles = numbers_on((*starts_q, *starts_k), q.device), starts_q[2][-1]
+            starts = numbers_on((*_host_starts(spec.lengths, of_q), *_host_starts(lengths_k, of_k)), q.device)
+        elif lengths_k is not None:
+            starts = (*starts_of(call.cu_seqlens, of_q), *numbers_on(_host_starts(lengths_k, of_k), q.device))
+        elif call.cu_seqlens_k is not None:
+            starts = (*starts_of(call.cu_seqlens, of_q), *starts_of(call.cu_seqlens_k, of_k))
         else:
-            longest, row_tiles = spec.bound, total * rows // ROWS + len(call.cu_seqlens) - 1
-            if lengths_k is None and call.cu_seqlens_k is None:
-                starts = starts_of(call.cu_seqlens, (*of_q, *of_k))
-            else:
-                of_keys = starts_of(call.cu_seqlens_k, of_k) if lengths_k is None else numbers_on(starts_k, q.device)
-                starts = (*starts_of(call.cu_seqlens, of_q), *of_keys)
-        return cls(*starts, *totals, row_tiles, longest, longest_k, config.compressed_length(longest_k))
-
-    def clear_behind_blocks(self, x: torch.Tensor) -> None:
-        """Fill x [total_compressed, H, D] with 0 where no sequence has a compressed block."""
-        behind = torch.arange(len(x), device=x.device) >= self.cu_compressed[-1]
-        x.masked_fill_(behind[:, None, None], 0)
+            starts = starts_of(call.cu_seqlens, (*of_q, *of_k))
+        longest_k = max(lengths_k) if lengths_k else spec.bound if call.cu_seqlens_k is None else len(k)
+        totals = call.num_compressed, len(k) // kv_tile + call.B, len(q) * rows // ROWS + call.B
+        return cls(*starts, *totals, call.longest, longest_k, config.compressed_length(longest_k))
 
 
 def _kv_tile(spec: CallSpec) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from nsa_layer.call import LSES, Aux, Call, Saved, accumulation_dtype, equal_gates, require_choice_by_token
 from nsa_layer.config import BRANCHES
@@ -38,8 +39,8 @@ def forward(call: Call, *, plan: object = None, backward: bool = True, o: Tensor
     Args:
         plan, backward, o: not read; heads are computed together, and outputs are not saved.
     """
-    spec = call.spec
-    width = spec.config.list_width(max(spec.key_lengths or call.k.shape[1:2]))
+    spec, config = call.spec, call.config
+    width = config.list_width(call.k.shape[-3])
     results = [_forward_batch(batch, width, *offsets) for batch, *offsets in batches(call)]
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -51,8 +52,11 @@ def forward(call: Call, *, plan: object = None, backward: bool = True, o: Tensor
     sums = [saved.index_sums for _, saved in results]
     sums = None if sums[0] is None else torch.stack(sums).sum(0)
     saved = Saved(*map(joined, zip(*(saved._replace(index_sums=None) for _, saved in results))))
-    lses = {name: lse.mT.contiguous() for name in LSES.values() if (lse := getattr(saved, name)) is not None}
-    return joined([o for o, _ in results]), saved._replace(**lses, index_sums=sums)
+    more = {name: lse.mT.contiguous() for name in LSES.values() if (lse := getattr(saved, name)) is not None}
+    lists = saved.block_indices
+    if lists is not None and call.packed and (rows := config.num_tiles(len(call.q), call.B) - len(lists)):
+        more["block_indices"] = F.pad(lists, (0, 0, 0, 0, 0, rows), value=-1)
+    return joined([o for o, _ in results]), saved._replace(**more, index_sums=sums)
 
 
 def batches(call: Call) -> Iterator[tuple[Call, int, int]]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._functorch.utils import unwrap_dead_wrappers
-from torch.nn.functional import pad
 
 from nsa_layer import derivatives, reference, support
-from nsa_layer.call import DIFFERENTIABLE, LSES, TENSORS, Aux, Call, CallSpec, Saved
-from nsa_layer.checks import check_lists, check_positions, lengths_known, starts_of_lengths, with_lengths
+from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, CallSpec, Saved
+from nsa_layer.checks import (
+    check_compressed,
+    check_lists,
+    check_positions,
+    lengths_known,
+    starts_of_lengths,
+    with_lengths,
+)
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
-from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher
-from nsa_layer.saved_shapes import exact_saved, saved_shapes, with_capacity
+from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher, none_for_empty
+from nsa_layer.saved_shapes import saved_shapes
 
 Tensor = torch.Tensor
 NOTHING = (False, False, False)
@@ -49,8 +55,6 @@ def attend(
     if spec.lengths is not None:  # no second look at what may be on a GPU
         of_keys = None if call.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
-    elif not lengths_known(spec.backend, q, call.cu_seqlens):
-        call = _with_rows(call, spec.config.compressed_capacity(q.shape[0]))
     heads, kept = k.shape[-2], NOTHING
     if spec.backend == "cute" and not call.one_branch:
         if dispatcher_sees(q):
@@ -63,28 +67,14 @@ def attend(
     if needs_dispatcher(tensors):
         o, *saved = OP(*tensors, *static)
     elif needs_grad:
-        o, *saved = APPLY(_without_capacity, *unwrap_dead_wrappers(tensors), *static)
+        o, *saved = APPLY(_attend, *unwrap_dead_wrappers(tensors), *static)
     else:
         with torch.no_grad():
-            o, *saved = _without_capacity(*tensors, *static)
-    saved = Saved(*saved[:-2])
+            o, *saved = _attend(*tensors, *static)
+    saved = Saved(*map(none_for_empty, saved[:FIELDS]))
     if call.alone:
         return o, saved.lse_slc, None
-    return o, _aux(saved, call) if return_aux else None, saved.index_sums if spec.index_loss else None
-
-
-def _aux(saved: Saved, call: Call) -> Aux:
-    """`Aux` of what the operator returned, lists without the capacity that a graph's have."""
-    lists, spec, config = saved.block_indices, call.spec, call.config
-    if lists is not None and call.block_indices is None:
-        if not torch.compiler.is_compiling():
-            rows = sum(map(config.num_tiles, spec.lengths)) if spec.lengths else lists.shape[-3]
-            width = config.list_width(max(spec.key_lengths) if spec.lengths else spec.bound or call.k.shape[-3])
-            lists = lists.narrow(-3, 0, rows)[..., :width]
-    absent = [] if call.gate != "none" else ["g"]
-    absent += [name for branch, name in LSES.items() if not config.computes(branch)]
-    absent += [] if config.rule == "index" else ["index_scores"]
-    return saved._replace(block_indices=lists, **dict.fromkeys(absent)).aux(call)
+    return o, saved.aux(call) if return_aux else None, saved.index_sums
 
 
 class Attend(derivatives.ReverseMode):
@@ -98,7 +88,7 @@ class Attend(derivatives.ReverseMode):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
         run, *args = inputs
-        call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], run is not _without_capacity
+        call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], run is not _attend
         o = output[0] if reads_output(ctx.static) else None
         ctx.save_for_backward(*call.differentiable, call.block_indices, call.q_offset, o, *output[1:])
         constant = output[1:] if not static_spec(ctx.static).index_loss else output[1:FIELDS] + output[1 + FIELDS :]
@@ -117,13 +107,6 @@ class Attend(derivatives.ReverseMode):
         grads = derivatives.first_derivatives(run, do, d_sums, *ctx.saved_tensors, *ctx.static, needs)
         grads = (d if need else None for d, need in zip(grads, needs, strict=True))
         return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - COUNT)
-
-
-def _with_rows(call: Call, rows: int) -> Call:
-    """With as many rows of k_cmp or v_cmp as the kernels make of the other where the host knows no lengths."""
-    if (call.k_cmp is None) == (call.v_cmp is None):
-        return call
-    return call.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
 
 
 def static_arguments(spec: CallSpec) -> dict[str, Any]:
@@ -160,32 +143,25 @@ def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | 
     return with_lengths(call, bound, read=lengths_known(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))
 
 
-def _attend(*args: Any, capacity: bool = True) -> tuple[Tensor | None, ...]:
+def _attend(*args: Any) -> tuple[Tensor | None, ...]:
     """o, the fields of `Saved`, and copies of starts of queries and of keys.
 
     Args:
         args: of the operator: tensors, options; key/value heads of a group (None: as many as fit the
             budget, or what is free); the budget; outputs to save; bound; needs_grad.
-        capacity: False for the shapes that the lengths ask for, and any strides, instead of those of an operator.
     """
     *static, heads, budget, kept, bound, needs_grad = args[INPUTS:]
     call = _call(args[:INPUTS], static, bound)
     q, spec = call.q, call.spec
     check_lists(call)
+    check_compressed(call)
     if call.alone and spec.lengths_known:
         pairs = zip(spec.lengths or q.shape[1:2], spec.key_lengths or call.k.shape[1:2])
         check_positions(call.q_offset, tuple(pairs), causal=spec.causal)
     with torch.cuda.device_of(q):
-        call = exact_rows(call)
         plan = plan_of(call, heads, budget, kept, needs_grad)
         o, saved = support.pages(spec.backend).forward(call, plan=plan, backward=needs_grad)
-        if capacity:
-            pairs = zip(saved, saved_shapes(call, kept=kept), strict=True)
-            o, *saved = (x if x is None else as_output(x) for x in (o, *(with_capacity(*pair) for pair in pairs)))
     return o, *saved, *_starts(call, spec.lengths_known)
-
-
-_without_capacity = partial(_attend, capacity=False)
 
 
 def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -194,7 +170,8 @@ def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
     q, known = call.q, lengths_known(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k)
     shapes = saved_shapes(call, kept=kept)
     saved = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
-    return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *_starts(call, known, fake=True)
+    starts = (q.new_empty(0) if x is None else x for x in _starts(call, known, fake=True))
+    return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *starts
 
 
 def _attend_backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
@@ -206,49 +183,19 @@ def _attend_backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Ten
             what is no tensor as for `_attend`; and which gradients are needed.
     """
     inputs, (block_indices, q_offset, o, *args) = args[:COUNT], args[COUNT:]
-    saved, (starts, starts_k, *static, heads, budget, kept, bound, _, needs) = args[:FIELDS], args[FIELDS:]
-    of_q, of_k = (x if x.numel() else None for x in (starts, starts_k))
+    saved, (starts, starts_k, *static, heads, budget, kept, bound, _, needs) = Saved(*args[:FIELDS]), args[FIELDS:]
     with torch.cuda.device_of(do):
-        call = exact_rows(_call((*inputs, of_q, block_indices, q_offset, of_k), static, bound))
-        saved, plan = exact_saved(saved, call, kept=kept), plan_of(call, heads, budget, kept, True)
-        of_loss = d_sums if call.spec.index_loss else None
+        call = _call((*inputs, starts, block_indices, q_offset, starts_k), static, bound)
+        plan, of_loss = plan_of(call, heads, budget, kept, True), d_sums if call.spec.index_loss else None
         grads = support.pages(call.spec.backend).backward(call, saved, do, plan=plan, o=o, d_sums=of_loss)
-    wanted = (d if need else None for d, need in zip(grads, needs, strict=True))
-    return tuple([None if d is None else _promised(d, x) for d, x in zip(wanted, inputs, strict=True)])
+    return tuple([d if need else None for d, need in zip(grads, needs, strict=True)])
 
 
-def exact_rows(call: Call) -> Call:
-    """The call without the rows that k_cmp and v_cmp of packed sequences have beyond their lengths in a graph."""
-    if call.spec.lengths is None:
-        return call
-    blocks, compressed = sum(map(call.config.compressed_length, call.spec.key_lengths)), (call.k_cmp, call.v_cmp)
-    for x in compressed:
-        if x is not None and x.shape[0] < blocks:
-            raise ValueError(f"k_cmp and v_cmp must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")
-    return call.map(lambda x: x[:blocks], ("k_cmp", "v_cmp"))
-
-
-def _starts(call: Call, known: bool, *, fake: bool = False) -> Iterator[Tensor]:
-    """Copies of starts of queries and of keys, since a caller may refill its own, on the CPU if the host reads them;
-    empty where there are none, on q's device, since a graph with anything on the CPU is no CUDA graph."""
+def _starts(call: Call, known: bool, *, fake: bool = False) -> Iterator[Tensor | None]:
+    """Copies of starts of queries and of keys, since a caller may refill its own, on the CPU if the host reads them."""
     for x in (call.cu_seqlens, call.cu_seqlens_k):
-        if x is None:
-            yield call.q.new_empty(0, dtype=torch.int32)
-        else:
-            device = "cpu" if known else x.device
-            yield x.new_empty(x.shape, device=device) if fake else x.to(device, copy=True)
-
-
-def as_output(x: Tensor) -> Tensor:
-    """An output as an operator promises it: contiguous, and no view of anything."""
-    return x.contiguous() if x._base is None else x.clone(memory_format=torch.contiguous_format)
-
-
-def _promised(d: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x from that of its first rows, contiguous."""
-    if d.shape != x.shape:
-        return torch.cat([d, d.new_zeros(len(x) - len(d), *x.shape[1:])])
-    return as_output(d)
+        device = "cpu" if known or x is None else x.device
+        yield x if x is None else x.new_empty(x.shape, device=device) if fake else x.to(device, copy=True)
 
 
 def _backward_fake(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
@@ -263,7 +210,7 @@ def schema_of(names: Sequence[str]) -> str:
 
 STATIC = f"{CONFIG}, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad"
 SAVED = ("block_indices", "q_offset", "o", *(f"saved_{name}" for name in Saved._fields))
-OF_BACKWARD = (schema_of(DIFFERENTIABLE), *(f"Tensor? {name}" for name in SAVED), "Tensor starts, Tensor starts_k")
+OF_BACKWARD = (schema_of(DIFFERENTIABLE), *(f"Tensor? {name}" for name in SAVED), "Tensor? starts, Tensor? starts_k")
 OP, _compute = define("attend", f"{schema_of(TENSORS)}, {STATIC}", 3 + FIELDS, _attend, _attend_fake)
 _schema = f"Tensor do, Tensor? d_sums, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
 BACKWARD_OP, _compute_backward = define("attend_backward", _schema, COUNT, _attend_backward, _backward_fake)

@@ -52,16 +52,30 @@ def register(schema: str, compute: Callable, fake: Callable) -> torch._ops.OpOve
 def define(
     name: str, schema: str, outputs: int, compute: Callable, fake: Callable
 ) -> tuple[torch._ops.OpOverload, Callable[..., tuple[Tensor, ...]]]:
-    """The operator, and what computes it from its arguments, empty tensors in place of None."""
+    """The operator, and what computes it from its arguments, empty tensors in place of None.
+
+    Outputs are contiguous, and no views of anything; those that are empty may be arguments of another operator.
+    """
 
     def whole(*args: Any) -> tuple[Tensor, ...]:
         like = next(x for x in args if x is not None)
         with torch.no_grad(), autocast.off(like.device):
-            return tuple([like.new_empty(0) if x is None else x for x in compute(*args)])
+            outputs = compute(*map(none_for_empty, args))
+            return tuple([like.new_empty(0) if x is None else as_output(x) for x in outputs])
 
     op = register(f"{name}({schema}) -> ({', '.join(['Tensor'] * outputs)})", whole, fake)
     torch.library.register_vmap(f"nsa_layer::{name}", _refuse_vmap, lib=LIBRARY)
     return op, whole
+
+
+def none_for_empty(x: Any) -> Any:
+    """None for the tensor of an operator's outputs that stands for it; anything else as it is."""
+    return None if isinstance(x, Tensor) and x.shape == (0,) else x
+
+
+def as_output(x: Tensor) -> Tensor:
+    """A tensor as an operator promises it: contiguous, and no view of anything."""
+    return x.contiguous() if x._base is None else x.clone(memory_format=torch.contiguous_format)
 
 
 def differentiate(

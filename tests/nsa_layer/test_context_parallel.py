@@ -28,7 +28,6 @@ from rank_cases import (
 )
 
 from nsa_layer import ContextParallel, NSAConfig, NSAttention, selected_attention, shard_sequence, unshard_sequence
-from nsa_layer.config import WIDE_LIST
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs
 
@@ -61,7 +60,7 @@ def test_heads_come_one_after_the_other(name: str, load_balance: str | None, on_
     on_ranks(2, compare_steps, case, "gather", load_balance, name == "lists")
     own = tuple(name for name in case.own_keys if "cmp" not in name)
     if own:  # lists so wide that those of fewer keys are narrower
-        case = replace(case, config=case.config.replace(block_counts=2 * WIDE_LIST))
+        case = replace(case, config=case.config.replace(block_counts=2048))
     on_ranks(2, compare_recorded, replace(case, own_keys=own), load_balance, name == "lists")
 
 

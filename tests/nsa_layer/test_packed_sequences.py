@@ -59,7 +59,8 @@ def test_starts_of_everything(config: NSAConfig) -> None:
     counts |= dict(cu_tiles=config.num_tiles, cu_key_blocks=config.num_blocks)
     for name, count in counts.items():
         assert getattr(host, name).tolist() == [*accumulate(map(count, SHORT), initial=0)], name
-    assert host.total_compressed == host.cu_compressed[-1] and host.total_key_blocks == host.cu_key_blocks[-1]
+    for bound, starts in ((host.total_compressed, host.cu_compressed), (host.total_key_blocks, host.cu_key_blocks)):
+        assert starts[-1] <= bound <= starts[-1] + len(SHORT) + total // config.stride
     assert (host.longest, host.longest_compressed) == (1000, config.compressed_length(1000))
     call = three_heads(CallSpec(config, True, 1.0, bound=1000), total)
     gpu = Varlen.of(call._replace(cu_seqlens=starts_of(SHORT)))
@@ -67,9 +68,8 @@ def test_starts_of_everything(config: NSAConfig) -> None:
         x, y = getattr(gpu, name), getattr(host, name)
         if name.startswith("cu_"):
             assert torch.equal(x, y) and x.dtype == y.dtype == torch.int32, name
-        elif name.startswith("total"):
-            assert y <= x <= y + len(SHORT) + total // config.stride, name
-    assert gpu[-3:] == host[-3:]
+        else:
+            assert x == y, name
     for each in (gpu, *(starts_by_host(SHORT[-n:], "cpu", config) for n in range(1, 6))):
         cu = [x for name, x in each._asdict().items() if name.startswith("cu_") and x is not None]
         assert all(x.data_ptr() % 16 == 0 and x.is_contiguous() for x in cu)

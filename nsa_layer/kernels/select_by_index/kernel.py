@@ -107,6 +107,7 @@ def select_by_index(
     k_index: Tensor,
     *,
     config: NSAConfig,
+    width: int | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     q_offset: Tensor | None = None,
@@ -119,12 +120,10 @@ def select_by_index(
         q_index: [B, T, Hs, Di], or packed [total, Hs, Di]; fp16 or bf16, Di 16, 32, 64 or 128.
         k_index: [B, S, Hs, Di], one key for all lists [B, S, 1, Di], or packed, like q_index.
         cu_seqlens: packed only: int32, where sequences start.
-        max_seqlen: packed only: tokens of the longest sequence at most.
-        q_offset, cu_seqlens_k, max_seqlen_k: as for `token_topk`.
+        width, max_seqlen, q_offset, cu_seqlens_k, max_seqlen_k: as for `token_topk`.
 
     Returns:
-        int32 [B, T, Hs, n], ascending, padded with -1 (packed [total, Hs, n]); n is ``config.list_width`` of the
-        longest sequence of keys.
+        int32 [B, T, Hs, width], ascending, padded with -1 (packed [total, Hs, width]).
     """
     Hs, D, packed = *q_index.shape[-2:], cu_seqlens is not None
     spec = IndexTopKSpec.of(
@@ -132,7 +131,8 @@ def select_by_index(
         use_mma_sync(device_arch(q_index.device.index)), k_index.shape[-2] < Hs,
     )  # fmt: skip
     S = max_seqlen_k if q_offset is not None else max_seqlen if packed else q_index.shape[1]
-    indices = torch.empty(*q_index.shape[:-1], config.list_width(S), dtype=torch.int32, device=q_index.device)
+    width = config.list_width(S) if width is None else width
+    indices = torch.empty(*q_index.shape[:-1], width, dtype=torch.int32, device=q_index.device)
     if indices.numel():
         tensors = (q_index, k_index, cu_seqlens, indices, cu_seqlens_k, q_offset)
         launch("index_topk", IndexTopK, (spec,), *tensors, S, target_sm_count())

@@ -5,8 +5,6 @@ thread's four rows are heads of one tile: up to four heads a group are summed wi
 docstring gives the algorithm.
 """
 
-from functools import lru_cache
-
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -83,7 +81,9 @@ class BlockTopK:
         number = groups - 1 - number
         if const_expr(spec.packed):
             sequence, group, tiles_before = tile_to_batch(mCu, q_tile, spec.tiles, number)
-            there = sequence >= 0  # there may be fewer groups
+            there = sequence >= 0  # there are fewer groups
+            if not there:
+                self.empty_lists(mIndices, mCounts, head, tiles_before + group, groups - number + group)
             sequence = cutlass.max(sequence, 0)
             T = mCu[sequence + 1] - mCu[sequence]
             keys_before, out = mCu_blocks[sequence], Int32(0)
@@ -270,6 +270,16 @@ class BlockTopK:
             register_topk.insert(best[t], keys, first)
 
     @cute.jit
+    def empty_lists(self, mIndices: cute.Tensor, mCounts: cute.Tensor, head: Int32, first: Int32, step: Int32):
+        """Every `step`-th list from `first` on, behind those of the last sequence, is empty."""
+        tidx, _, _ = cute.arch.thread_idx()
+        for row in cutlass.range(first, mIndices.shape[2], step, unroll=1):
+            for i in cutlass.range(tidx, mIndices.shape[3], THREADS, unroll=1):
+                mIndices[0, head, row, i] = Int32(-1)
+            if tidx == 0:
+                mCounts[0, head, row] = Int32(0)
+
+    @cute.jit
     def store_lists(self, best: list[RegisterTopK], sLists: cute.Tensor, warp_m: Int32, warp_n: Int32, lane: Int32):
         spec = self.spec
         for t in cutlass.range_constexpr(spec.lists):
@@ -292,8 +302,6 @@ def block_topk(
     softmax_scale: float,
     cu_seqlens: Tensor | None = None,
     cu_blocks: Tensor | None = None,
-    lengths: tuple[int, ...] | None = None,
-    tiles: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The blocks listed for each query tile, as `eager.select_blocks` defines them.
 
@@ -301,37 +309,30 @@ def block_topk(
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
         k_mean: fp32 [B, Tc, Hkv, D], all compressed keys; packed [all, Hkv, D].
         cu_seqlens, cu_blocks: packed only: int32, where sequences start in q, and in k_mean.
-        lengths: packed only: the sequences' lengths, as the host knows them, or a bound of them with ``tiles``.
-        tiles: of all packed sequences at most; there are as many lists, those past the last tile empty.
 
     Returns:
-        int32 [B, Hkv, M, n], ascending, padded with -1 (packed [Hkv, all tiles, n]), and the lists' lengths,
-        [B, Hkv, M].
+        int32 [B, Hkv, M, n], ascending, padded with -1, and the lists' lengths, [B, Hkv, M]. Packed without B, with M
+        and n for any lengths; lists behind the last tile's are empty.
     """
     Hq, D, Hkv = q.shape[-2], q.shape[-1], k_mean.shape[-2]
-    share, packed = -(-config.block_counts // register_topk.QUAD), lengths is not None
+    share, packed = -(-config.block_counts // register_topk.QUAD), cu_seqlens is not None
     forced = (config.init_blocks, config.local_blocks, config.forces_too_many)
     spec = TopKSpec(D, Hq // Hkv, share, causal, *forced, packed)
-    B = 1 if packed else q.shape[0]
-    M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, spec.tiles)
-    if tiles is not None:
-        M, groups = tiles, (tiles + (len(cu_seqlens) - 1) * (spec.tiles - 1)) // spec.tiles
-    n, groups = config.list_width(T), groups * B
+    T = q.shape[-3]
+    if packed:  # as many groups as there may be, and one without tiles, which empties lists
+        B, sequences = 1, len(cu_seqlens) - 1
+        M = config.num_tiles(T, sequences)
+        groups = (M + sequences * (spec.tiles - 1)) // spec.tiles + 1
+    else:
+        B, M = q.shape[0], config.num_tiles(T)
+        groups = -(-M // spec.tiles) * B
     queries, keys = pooled_queries(q, k_mean, q_tile=config.q_tile, own=not causal, tiles=M * B, cu_seqlens=cu_seqlens)
-    whole = dict(dtype=torch.int32, device=q.device)
-    indices = torch.empty(B, Hkv, M, n, **whole) if tiles is None else torch.full((B, Hkv, M, n), -1, **whole)
-    counts = (torch.empty if tiles is None else torch.zeros)(B, Hkv, M, **whole)
-    if groups:
+    indices = torch.empty(B, Hkv, M, config.list_width(T), dtype=torch.int32, device=q.device)
+    counts = torch.empty(indices.shape[:-1], dtype=torch.int32, device=q.device)
+    if counts.numel():
         numbers = (groups, T, config.block_size, config.q_tile, config.block_counts)
         heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)
         more = (config.block_size // config.stride, float(softmax_scale), heads_first)
         tensors = (queries.rows, queries.scale, keys.rows, keys.scale, cu_seqlens, cu_blocks, indices, counts)
         launch("block_topk", BlockTopK, (spec,), *tensors, *numbers, *more)
     return (indices.squeeze(0), counts.squeeze(0)) if packed else (indices, counts)
-
-
-@lru_cache(maxsize=64)
-def _extents(lengths: tuple[int, ...], q_tile: int, tiles_a_cta: int) -> tuple[int, int, int]:
-    """(query tiles of all sequences, CTAs a head that take them, tokens of the longest sequence)."""
-    tiles = [-(-T // q_tile) for T in lengths]
-    return sum(tiles), sum(-(-M // tiles_a_cta) for M in tiles), max(lengths, default=0)

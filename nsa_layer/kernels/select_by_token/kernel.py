@@ -110,9 +110,10 @@ def token_topk(
     config: NSAConfig,
     causal: bool,
     softmax_scale: float,
+    width: int | None = None,
     cu_seqlens: Tensor | None = None,
     cu_blocks: Tensor | None = None,
-    lengths: tuple[int, ...] | None = None,
+    max_seqlen: int | None = None,
     q_offset: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
@@ -123,25 +124,26 @@ def token_topk(
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16, D 64 or 128.
         k_cmp: [B, Tc, Hkv, D], packed [all, Hkv, D]: the compressed branch's keys, like q.
         lse: fp32 [B, Hq, T], packed [Hq, total]: the compressed branch's log-sum-exp, -inf where a row sees no key.
+        width: entries of a list; None: ``config.list_width`` of the longest sequence of keys, which is the least.
         cu_seqlens, cu_blocks: packed only: int32, where sequences start in q, and in k_cmp.
-        lengths: packed only: the sequences' lengths, as the host knows them, or a bound of them.
+        max_seqlen: packed only: tokens of the longest sequence, or more.
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, where there
             are more keys than queries. None: as many, from 0.
         cu_seqlens_k: packed, with q_offset: int32, where the tokens that compressed keys are made of start.
         max_seqlen_k: with q_offset: tokens of a sequence's keys; packed: of the longest.
 
     Returns:
-        int32 [B, T, Hkv, n], ascending, padded with -1 (packed [total, Hkv, n]); n is ``config.list_width`` of the
-        longest sequence of keys.
+        int32 [B, T, Hkv, width], ascending, padded with -1 (packed [total, Hkv, width]).
     """
     Hq, D, Hkv = q.shape[-2], q.shape[-1], k_cmp.shape[-2]
-    packed = lengths is not None
+    packed = cu_seqlens is not None
     spec = TokenTopKSpec(
         D, Hq // Hkv, config.block_counts, causal, config.init_blocks, config.local_blocks,
         packed, config.block_size, config.span, config.stride, config.offset, use_mma_sync(device_arch(q.device.index)),
     )  # fmt: skip
-    S = max_seqlen_k if q_offset is not None else max(lengths, default=0) if packed else q.shape[1]
-    indices = torch.empty(*q.shape[:-2], Hkv, config.list_width(S), dtype=torch.int32, device=q.device)
+    S = max_seqlen_k if q_offset is not None else max_seqlen if packed else q.shape[1]
+    width = config.list_width(S) if width is None else width
+    indices = torch.empty(*q.shape[:-2], Hkv, width, dtype=torch.int32, device=q.device)
     if indices.numel():
         if not k_cmp.shape[-3]:  # nothing is loaded, but a descriptor needs a row
             k_cmp = k_cmp.new_empty(*k_cmp.shape[:-3], 1, Hkv, D)

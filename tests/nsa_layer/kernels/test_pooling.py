@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from fa_compile import Worker, noted
-from kernel_cases import starts
+from kernel_cases import poison, starts
 
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.chunked import sum_rounded
@@ -124,6 +124,23 @@ def test_every_block_of_a_tile_is_whole_segments_in_shared_memory(pooling: tuple
 def both(case: Case, k: torch.Tensor, v: torch.Tensor, cu: dict) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **cu, **case.options)
     return mean_pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(130, 0, 1, 700, 63, 64), (0, 0, 64, 0), (64,), (5, 3), (1000, 0), (7,) * 100])
+@pytest.mark.parametrize("more", [0, 1, 37, 500])
+def test_means_behind_the_last_sequence_are_0(lengths: tuple[int, ...], more: int) -> None:
+    """And the others what they are without more rows."""
+    case = Case(lengths=lengths, pooling=(32, 16))
+    k, v, known = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype), case.blocks
+    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **case.starts(), **case.options)
+    expected, got = [], []
+    for rows, means in ((known, expected), (known + more, got)):
+        poison(k.device)
+        k_means, v_mean = mean_pool(k, v, total_blocks=rows, **static)
+        means.extend((*k_means, v_mean))
+    for x, right in zip(got, expected, strict=True):
+        assert torch.equal(x[:known], right) and x.shape[0] == known + more and not x[known:].any()
 
 
 def one_alone(case: Case, k: torch.Tensor, v: torch.Tensor, cu: dict) -> list[torch.Tensor]:

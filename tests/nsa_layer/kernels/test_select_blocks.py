@@ -140,12 +140,18 @@ def selected(inputs: Inputs, lse: Tensor | None = None, stretch: Stretch | None 
     static = dict(config=case.config, causal=case.causal, softmax_scale=case.spec.softmax_scale)
     if packed:
         counts = list(map(case.config.compressed_length, lengths))
-        where = dict(cu_seqlens=inputs.cu_seqlens, cu_blocks=starts(counts, device), lengths=lengths)
+        where = dict(cu_seqlens=inputs.cu_seqlens, cu_blocks=starts(counts, device))
     if not case.config.by_token:
         lists, counts = block_topk(q, means(inputs) if inputs.k_cmp is None else inputs.k_cmp, **static, **where)
         expected = (lists >= 0).sum(-1).int()
         assert counts.shape == expected.shape and (type(lists) is not Tensor or counts.equal(expected)), repr(case)
+        if packed and type(lists) is Tensor:
+            tiles, n = sum(map(case.config.num_tiles, lengths)), case.config.list_width(max(lengths))
+            assert (lists[:, tiles:] == -1).all() and (lists[..., n:] == -1).all(), repr(case)
+            lists = lists[:, :tiles, :n]
         return lists.transpose(-3, -2)
+    if packed:
+        where["max_seqlen"] = max(lengths)
     if stretch is not None:
         sizes = tuple(end - first for first, end in stretch)
         q, lse = (
@@ -157,7 +163,8 @@ def selected(inputs: Inputs, lse: Tensor | None = None, stretch: Stretch | None 
             ]]
         )  # fmt: skip
         if packed:
-            where |= dict(cu_seqlens=starts(sizes, device), lengths=sizes, cu_seqlens_k=inputs.cu_seqlens)
+            of_q = dict(cu_seqlens=starts(sizes, device), max_seqlen=max(sizes))
+            where |= of_q | dict(cu_seqlens_k=inputs.cu_seqlens)
         where |= dict(q_offset=torch.tensor([first for first, _ in stretch]).int().to(device))
         where |= dict(max_seqlen_k=max(lengths))
     return token_topk(q, inputs.k_cmp, lse, **static, **where)
@@ -202,9 +209,10 @@ def test_kernels_are_traced(name: str, compiler: Worker) -> None:
     lengths = lengths_of(case)
     if name in STRETCHES:
         lengths = [end - first for first, end in STRETCHES[name][0]]
-    tiles = list(map(case.config.num_tiles, lengths))
-    lead = (sum(tiles),) if case.lengths else (case.B, tiles[0])
-    assert compiler.trace(traced, name) == (*lead, case.Hkv, case.config.list_width(max(lengths_of(case))))
+    T = sum(lengths) if case.lengths else lengths[0]
+    tiles = case.config.num_tiles(T, len(case.lengths or (T,)))
+    width = case.config.list_width(max(lengths_of(case)) if case.config.by_token else T)
+    assert compiler.trace(traced, name) == (*(() if case.lengths else (case.B,)), tiles, case.Hkv, width)
 
 
 def stack_and_order(name: str) -> tuple[list[int], bool]:
