@@ -1,6 +1,7 @@
 """Native Sparse Attention for Hopper and Blackwell GPUs, and in plain PyTorch anywhere."""
 
 from nsa_layer.api import nsa, selected_attention
+from nsa_layer.branches import index_loss
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import ContextParallel, shard_sequence, unshard_sequence
 from nsa_layer.cute.memory_plan import MemoryPolicy
@@ -15,6 +16,7 @@ __all__ = [
     "NSACache",
     "NSAConfig",
     "NSAttention",
+    "index_loss",
     "nsa",
     "nsa_with_kvcache",
     "selected_attention",

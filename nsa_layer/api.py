@@ -123,6 +123,8 @@ def nsa(
         assert_numbers(call, max_seqlen=max_seqlen)
     with autocast.off(call.q.device):
         o, aux, sums = operators.attend(call, memory=memory, return_aux=return_aux)
+    if call.q_index is not None and not any(x is not None and x.requires_grad for x in call.differentiable[:-2]):
+        o = o.detach()  # an index has gradients of the loss alone: without others, the layers behind save nothing
     results = [o, aux] if return_aux else [o]
     if return_index_loss:
         results.append(loss_of_sums(sums))

@@ -11,7 +11,8 @@ from torch import nn
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
-from nsa_layer.block_mlp import BlockMLP, Compressors, compress_blocks, compress_sequences, compressed
+from nsa_layer.block_mlp import BlockMLP, compress_blocks, compress_sequences
+from nsa_layer.branches import Branches, check_branches
 from nsa_layer.call import Aux
 from nsa_layer.checks import (
     BATCH,
@@ -20,7 +21,6 @@ from nsa_layer.checks import (
     check_tensor,
     lengths_known,
     require_config,
-    require_published,
 )
 from nsa_layer.config import NSAConfig, require_bools, require_one_of, require_sizes
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
@@ -29,66 +29,10 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.host_constants import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.kvcache.nsa_cache import NSACache
+from nsa_layer.rope import RotaryEmbedding
 from nsa_layer.support import BACKENDS
 
-COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input", "linear")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-class EqualGates(nn.Linear):
-    """Scores of the gates, which start at 1/2 each."""
-
-    def reset_parameters(self) -> None:
-        """Set all parameters to 0."""
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
-
-
-class Branches(nn.Module):
-    """Gates and compression of `NSAttention` and of models of transformers; subclasses have the ``networks`` of it."""
-
-    def _add_branches(
-        self, dim: int, Hq: int, Hkv: int, D: int, Dv: int, config: NSAConfig, gate: str, compression: str, **at: Any
-    ) -> dict[str, BlockMLP]:
-        """Add all parameters but those of the networks, which are returned; ``at``: device, dtype."""
-        self.config, self.num_heads = config, Hq
-        self.gate_mlp = EqualGates(dim, 3 * Hq, **at) if gate == "linear" else None
-        if gate == "input":
-            hidden = max(1, dim // 4)
-            last = EqualGates(hidden, 3 * Hq, **at)
-            self.gate_mlp = nn.Sequential(nn.Linear(dim, hidden, **at), nn.GELU(), last)
-        shapes = dict(gate_weight=(Hq, 3, D), compress_k_weight=(Hkv, D, D), compress_v_weight=(Hkv, Dv, Dv))
-        for name, shape in shapes.items():
-            needed = gate == "query" if name == "gate_weight" else compression == "linear"
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, **at)) if needed else None)
-        sizes = dict(k_cmp=D, v_cmp=Dv) if compression == "mlp" else {}
-        return {name: BlockMLP(Hkv, size, config=config, **at) for name, size in sizes.items()}
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set a weight of gates to 0 and matrices of compression to the identity, but none that transformers loaded."""
-        for weight in (self.gate_weight, self.compress_k_weight, self.compress_v_weight):
-            if weight is not None and not getattr(weight, "_is_hf_initialized", False):
-                weight.zero_()
-                if weight is not self.gate_weight:
-                    weight.diagonal(dim1=-2, dim2=-1).fill_(1)
-
-    def gates_of(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Gates of x [.., dim], or the weight that makes them of q, as arguments of `nsa`."""
-        gates = None if self.gate_mlp is None else self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
-        return dict(gate_weight=self.gate_weight, gates=gates)
-
-    def compress_weights(self) -> dict[str, torch.Tensor | None]:
-        """The matrices of compression, as arguments of `nsa`."""
-        return dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
-
-    def compressors(self) -> Compressors:
-        """Functions that compress blocks outside of `nsa`, by networks or means and matrices."""
-        weights, networks = self.compress_weights().values(), dict(self.networks.items())
-        return {
-            name: partial(compressed, network=networks.get(name), weight=weight, config=self.config)
-            for name, weight in zip(("k_cmp", "v_cmp"), weights)
-        }
 
 
 class NSAttention(Branches):
@@ -96,6 +40,9 @@ class NSAttention(Branches):
 
     The gates start at 1/2 each, the matrices of ``compression="linear"`` at the identity. With ``compression="mlp"``,
     ``kv_per_branch=True``, ``gate="input"`` and ``NSAConfig.paper()`` this is the module of arXiv:2502.11089.
+
+    With ``rule="index"`` the layer projects q_index and k_index of x, a constant for them. A forward in training leaves
+    their loss in ``index_loss``, which is to be added to the model's, weighted; `nsa_layer.index_loss` sums it.
 
     Args:
         dim: width of the input and the output.
@@ -108,11 +55,13 @@ class NSAttention(Branches):
             [Hkv, D, D] and [Hkv, Dv, Dv]; or "mlp", a network over all tokens of the block, see `BlockMLP`.
         kv_per_branch: project k and v anew for each branch; otherwise one k, v serves all three.
         gate: "query", ``sigmoid(q . gate_weight)`` for each head; "linear", the sigmoid of a linear layer of x; or
-            "input", of a network of two layers.
+            "input", of a network of two layers. None: "query", and none where ``config`` has one branch.
+        index_dim: Di of an index; None: 32, or ``head_dim`` where that is less.
         bias: give the projections a bias.
         o_bias: give that of the output one; None: as ``bias``.
         rope: called as ``rope(q, k, positions)`` with q [.., T, Hq, D], k [.., T, Hkv, D], positions [T] or [B, T],
-            int64; returns (q, k). `RotaryEmbedding` is one. None: no position embedding.
+            int64; returns (q, k). `RotaryEmbedding` is one. None: no position embedding. An index' queries and keys
+            are turned by it too, by the slowest pairs of a `RotaryEmbedding` where they have fewer dimensions.
         backend, memory: as in `nsa`.
         device, dtype: of the parameters.
 
@@ -131,7 +80,8 @@ class NSAttention(Branches):
         config: NSAConfig = NSAConfig(),
         compression: str = "mean",
         kv_per_branch: bool = False,
-        gate: str = "query",
+        gate: str | None = None,
+        index_dim: int | None = None,
         bias: bool = False,
         o_bias: bool | None = None,
         rope: Rope | None = None,
@@ -150,16 +100,19 @@ class NSAttention(Branches):
         Dv = D if head_dim_v is None else head_dim_v
         require_sizes(head_dim=D, head_dim_v=Dv)
         require_config(config)
-        require_published(config, "NSAttention")
-        require_one_of("compression", compression, COMPRESSIONS)
-        require_one_of("gate", gate, GATES)
+        own = dict(gate=gate, compression=compression, index_dim=index_dim)
+        check_branches(config, **own)
         require_bools(kv_per_branch=kv_per_branch)
+        if kv_per_branch and config.branches == ("selected",):
+            raise ValueError("kv_per_branch=True needs a branch beside the selected one, got branches=('selected',)")
         require_one_of("backend", backend, (None, *BACKENDS))
         if rope is not None and not callable(rope):
             raise TypeError(f"rope must be callable or None, got {rope!r}")
-        self.dim, self.num_kv_heads, self.head_dim, self.head_dim_v = dim, num_kv_heads, D, Dv
+        self.dim, self.head_dim, self.head_dim_v = dim, D, Dv
         self.rope, self.backend, self.memory = rope, backend, memory
-        self.compression, self.kv_per_branch, self.gate = compression, kv_per_branch, gate
+        if gate is None and len(config.branches) > 1:
+            own["gate"] = "query"
+        self.compression, self.kv_per_branch, self.gate = compression, kv_per_branch, own["gate"]
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, num_heads * D, **options)
         self.k_proj = nn.Linear(dim, num_kv_heads * D, **options)
@@ -167,12 +120,16 @@ class NSAttention(Branches):
         self.o_proj = nn.Linear(num_heads * Dv, dim, **options | {"bias": bias if o_bias is None else o_bias})
         self.branch_proj = None
         if kv_per_branch:
-            sizes = dict(k_cmp=D, v_cmp=Dv) | (dict(k_win=D, v_win=Dv) if config.window_size else {})
+            sizes = dict(k_cmp=D, v_cmp=Dv) if "compressed" in config.branches else {}
+            sizes |= dict(k_win=D, v_win=Dv) if config.computes("window") else {}
             each = {name: nn.Linear(dim, num_kv_heads * size, **options) for name, size in sizes.items()}
             self.branch_proj = nn.ModuleDict(each)
-        where = dict(device=device, dtype=dtype)
-        networks = self._add_branches(dim, num_heads, num_kv_heads, D, Dv, config, gate, compression, **where)
+        where = dict(index_bias=bias, device=device, dtype=dtype)
+        networks = self._add_branches(dim, num_heads, num_kv_heads, D, Dv, config, **own, **where)
         self.compress_k, self.compress_v = networks.get("k_cmp"), networks.get("v_cmp")
+        self.index_rope = None  # in place of rope
+        if self.q_index is not None and isinstance(rope, RotaryEmbedding) and self.index_dim < rope.head_dim:
+            self.index_rope = RotaryEmbedding(self.index_dim, rope.base, slowest_of=rope.head_dim)
         super().reset_parameters()
         self.cp: ContextParallel | None = None
 
@@ -244,6 +201,7 @@ class NSAttention(Branches):
             compared = dict(x=x, cu_seqlens=cu_seqlens, config=self.config, cache=cache is not None)
             check_same_on_all_ranks(self.cp, [check], **compared)
         check()
+        self._index_loss = None
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens, causal, return_aux)
         if positions is not None:
@@ -259,9 +217,11 @@ class NSAttention(Branches):
             keys = torch.cat([kv[name] for name in names], dim=-2) if len(names) > 1 else kv["k"]
             q, keys = self.rope(q, keys, positions)
             kv |= zip(names, keys.split(self.num_kv_heads, dim=-2))
-        gates, inside = self.gates_of(x), len(kv) == 2 and not self.networks  # `nsa` compresses
+        turn = self.rope if self.index_rope is None else self.index_rope
+        kv |= self.index_of(x, lambda *both: both if turn is None else turn(*both, positions))
+        gates, inside = self.gates_of(x), "k_cmp" not in kv and not self.networks  # `nsa` compresses
         if cache is not None:
-            if self.branch_proj is not None:
+            if "k_cmp" in kv:
                 kv["sources"] = kv.pop("k_cmp"), kv.pop("v_cmp")
             kv |= self.compress_weights() if inside else dict(compress=partial(compress_blocks, self.compressors()))
             packing = dict(cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, backend=self.backend)
@@ -269,11 +229,13 @@ class NSAttention(Branches):
         sources = kv.get("k_cmp", kv["k"]), kv.get("v_cmp", kv["v"])
         kv |= self.compress_weights() if inside else self._compressed(q, *sources, cu_seqlens)
         static = dict(config=self.config, causal=causal, backend=self.backend, memory=self.memory, cp=self.cp)
-        packing = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_aux=return_aux)
-        results = nsa(q, **gates, **kv, **static, **packing)
-        o, *aux = results if return_aux else (results,)
+        packing, with_loss = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen), self.training and "q_index" in kv
+        results = nsa(q, **gates, **kv, **static, **packing, return_aux=return_aux, return_index_loss=with_loss)
+        o, *more = results if isinstance(results, tuple) else (results,)
+        if with_loss:
+            self._index_loss = more.pop()
         o = self.o_proj(o.flatten(-2))
-        return (o, *aux) if return_aux else o
+        return (o, *more) if return_aux else o
 
     def _compressed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None

@@ -19,21 +19,24 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: D, even.
         base: the slowest pair turns once in about ``2 pi base`` tokens.
+        slowest_of: the D / 2 slowest pairs of an embedding of so many dimensions, ``head_dim`` unless given.
 
     Raises:
-        ValueError: head_dim is odd or below 2, or base is not above 1 and finite.
+        ValueError: head_dim is odd or below 2, slowest_of odd or smaller, or base is not above 1 and finite.
 
     Source: arXiv:2104.09864.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+    def __init__(self, head_dim: int, base: float = 10000.0, *, slowest_of: int | None = None) -> None:
         super().__init__()
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"head_dim must be even and at least 2, got {head_dim}")
         if not 1 < base <= sys.float_info.max:
             raise ValueError(f"base must be above 1 and finite, got {base}")
-        self.head_dim = head_dim
-        self.base = float(base)
+        self.head_dim, self.base = head_dim, float(base)
+        self.slowest_of = head_dim if slowest_of is None else slowest_of
+        if self.slowest_of < head_dim or self.slowest_of % 2:
+            raise ValueError(f"slowest_of must be even and at least head_dim={head_dim}, got {slowest_of}")
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [..., T, Hq, D] and k [..., T, Hkv, D], turned, in their own dtypes; ValueError for another D.
@@ -52,12 +55,14 @@ class RotaryEmbedding(nn.Module):
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Positions [..., T] -> angles [..., T, D / 2] from -pi to pi, rounded once. By the CPU for mps: no fp64."""
         wide = positions.cpu() if positions.device.type == "mps" else positions
-        pair = torch.arange(0, self.head_dim, 2, device=wide.device, dtype=torch.float64)
-        turns = wide.to(torch.float64).unsqueeze(-1) * (self.base ** (-pair / self.head_dim) / (2 * math.pi))
+        D = self.slowest_of
+        pair = torch.arange(D - self.head_dim, D, 2, device=wide.device, dtype=torch.float64)
+        turns = wide.to(torch.float64).unsqueeze(-1) * (self.base ** (-pair / D) / (2 * math.pi))
         return turns.sub_(turns.round()).mul_(2 * math.pi).to(positions.device, dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, base={self.base:g}"
+        of = f", slowest_of={self.slowest_of}" if self.slowest_of > self.head_dim else ""
+        return f"{self.head_dim}, base={self.base:g}{of}"
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -340,6 +340,7 @@ SEED = (
     ("compress_offset", ValueError, "rule='seed' needs", None),
     ("init_blocks local_blocks", ValueError, "rule='seed' needs", 1),
 )
+INDEXED = dict(config=NSAConfig(rule="index", branches=("selected",)))
 MODULE = (
     *not_a_size("dim num_heads num_kv_heads"),
     *not_a_size("head_dim head_dim_v", optional=True),
@@ -349,8 +350,12 @@ MODULE = (
     ("num_kv_heads", ValueError, "num_kv_heads must divide num_heads, got 3 and 4", 3),
     ("config", TypeError, "config must be an NSAConfig, got", {}, None),
     ("compression", ValueError, "compression must be one of 'mean', 'linear', 'mlp', got", "max", None, True),
-    ("gate", ValueError, "gate must be one of 'query', 'input', 'linear', got", "none", None, 1),
+    ("gate", ValueError, "gate must be one of None, 'query', 'input', 'linear', got", "none", 1),
     ("kv_per_branch", *NOT_A_BOOL),
+    ("kv_per_branch", ValueError, "kv_per_branch=True needs a branch beside", Together(INDEXED, kv_per_branch=True)),
+    ("compression", ValueError, "compression='mlp' needs the compressed", Together(INDEXED, compression="mlp")),
+    ("index_dim", ValueError, "index_dim is for rule='index', got 8 with rule='nsa'", 8),
+    ("index_dim", ValueError, "index_dim must be at least 1, got 0", Together(INDEXED, index_dim=0)),
     ("rope", TypeError, "rope must be callable or None, got", 3, "rope"),
     ("backend", ValueError, "backend must be one of None, 'cute', 'eager', 'reference', got", "fast", 3, []),
 )
@@ -407,6 +412,7 @@ OF_NSA = (  # refused by nsa, which comes after the projections
 )
 ROPE = (
     ("head_dim", ValueError, "head_dim must be even and at least 2, got", 7, 0, -2),
+    ("slowest_of", ValueError, "slowest_of must be even and at least head_dim=8, got", 6, 9),
     ("base", ValueError, "base must be above 1 and finite, got", 1.0, NAN, INF, -1.0, 10**400),
 )
 ROTATED = (

@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 import torch
 
 from nsa_layer.call import COMPRESSED_CACHES, OWN_KEYS, Call
-from nsa_layer.checks import DTYPES, require_config
+from nsa_layer.checks import DTYPES, require_config, require_published
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.kvcache import operator
 from nsa_layer.kvcache.api import check
@@ -82,6 +82,7 @@ class NSACache(LastingTensors):
         for name, size in (sizes | {name: size for name, size in optional.items() if size is not None}).items():
             require_int(name, size, least=1)
         require_config(config)
+        require_published(config, "NSACache")
         require_bools(own_window=own_window, own_sources=own_sources)
         if own_window and not config.window_size:
             raise ValueError("own_window must be False where there is no window, got True with window_size=0")

@@ -23,6 +23,7 @@ NOT_CALLED = {
     "ContextParallel": "needs process groups, and so do those that take one: test_context_parallel has wrong ones",
     "shard_sequence": "takes a ContextParallel", "unshard_sequence": "takes a ContextParallel",
     "attention": "a word", "attend": "takes what nsa has checked", "backward": "a word", "BlockMask": "is PyTorch's",
+    "index_loss": "takes a model: test_index_layers has wrong ones",
     "block_size": "a field", "mean": "is a tensor's", "tensor": "a word", "width": "an argument",
 }  # fmt: skip
 

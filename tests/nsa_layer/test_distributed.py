@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fuzz.rank_processes import ranks
-from nsa_layer import NSAConfig, NSAttention
+from nsa_layer import NSAConfig, NSAttention, index_loss
 
 
 @pytest.fixture
@@ -28,24 +28,29 @@ def own_ranks(tmp_path: Path, kind: str) -> Iterator[OnRanks]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("rule", ["nsa", "index"])
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @by_ranks(fixture="own_ranks")
-def test_gradients_of_two_processes_are_those_of_one(group: Any, way: str, kind: str) -> None:
-    """Two steps of the layer alone on a batch of two, and of this rank on its half: the same gradients."""
+def test_gradients_of_two_processes_are_those_of_one(group: Any, way: str, rule: str, kind: str) -> None:
+    """Two steps of the layer alone on each sequence of a batch, and of this rank on its own: the same gradients."""
     on_gpu, rank = kind == "cuda", group.rank()
     # What the kernels take: heads of 64, blocks of 64, and 16 bits inside.
-    dim, T = (256, 300) if on_gpu else (32, 40)
-    config = NSAConfig() if on_gpu else NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
+    dim, T = (256, 600) if on_gpu else (32, 60)
+    config = NSAConfig(block_counts=6) if on_gpu else NSAConfig(block_size=8, block_counts=5, q_tile=1, window_size=8)
+    options = dict(compression="mlp", gate="input", config=config)
+    if rule == "index":
+        options = dict(config=config.replace(rule="index", branches=("selected",)), index_dim=16 if on_gpu else 4)
 
     def layer() -> NSAttention:
         torch.manual_seed(0)
         with torch.device(kind):
-            return NSAttention(dim, num_heads=4, num_kv_heads=2, config=config, compression="mlp", gate="input")
+            return NSAttention(dim, num_heads=4, num_kv_heads=2, **options)
 
-    def step(layer: torch.nn.Module, x: torch.Tensor) -> None:
+    def step(layer: torch.nn.Module, x: torch.Tensor, share: float = 1.0) -> None:
         with torch.autocast(kind, torch.bfloat16, enabled=on_gpu):
             o = layer(x)
-        o.float().square().mean().backward()
+        loss = o.float().square().mean() + (index_loss(layer) if rule == "index" else 0)
+        (share * loss).backward()
 
     alone, both = layer(), layer()
     x = torch.randn(2, T, dim).to(kind)
@@ -54,7 +59,8 @@ def test_gradients_of_two_processes_are_those_of_one(group: Any, way: str, kind:
     else:
         both = fully_shard(both, mesh=DeviceMesh.from_group(group, kind))
     for _ in range(2):
-        step(alone, x)
+        for part in x.split(1):  # accumulated: a loss of an index is no mean over sequences
+            step(alone, part, 1 / len(x))
         step(both, x[rank : rank + 1])
     for whole, parameter in zip(alone.parameters(), both.parameters(), strict=True):
         d = parameter.grad.full_tensor() if way == "fsdp" else parameter.grad

@@ -331,7 +331,7 @@ def test_what_it_does_not_do_is_an_error() -> None:
     for error, message, call in (
         (NotImplementedError, "MistralForCausalLM", lambda: convert_to_nsa(dense("Mistral"))),
         (NotImplementedError, "layers of sliding_attention", lambda: convert_to_nsa(sliding)),
-        (ValueError, "nsa_gate must be one of 'query', 'input', 'linear'", lambda: convert_to_nsa(llama, gate="none")),
+        (ValueError, "nsa_gate must be one of None, 'query', 'input', ", lambda: convert_to_nsa(llama, gate="none")),
         (TypeError, "config must be an NSAConfig, got dict", lambda: convert_to_nsa(llama, dict(block_size=16))),
         (NotImplementedError, "fixed length", lambda: model(ids, **{CACHE: fixed})),
         (NotImplementedError, "use DynamicCache", lambda: llama(ids, **{CACHE: NSAModelCache(llama.config)})),

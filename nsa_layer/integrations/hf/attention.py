@@ -42,14 +42,15 @@ def nsa_attention_forward(
     block_indices: Tensor | None = None,
     position_ids: Tensor | None = None,
     **options: object,
-) -> tuple[Tensor, None]:
-    """Native Sparse Attention as an attention function of transformers: [B, T, Hq, Dv], and no attention weights.
+) -> tuple[Tensor, Tensor | None]:
+    """Native Sparse Attention as an attention function of transformers: [B, T, Hq, Dv], and in place of attention
+    weights the index' loss, where ``nsa_options`` ask for it.
 
     Args:
         module: the layer, whose configuration may have ``nsa`` and ``nsa_backend``.
         query: [B, Hq, T, D], the last T tokens of key [B, Hkv, S, D] and value [B, Hkv, S, Dv].
         attention_mask: from `nsa_mask`.
-        nsa_options: of `nsa`, and "compressors", which make k_cmp and v_cmp. None: branches count 1/3 each, and the
+        nsa_options: of `nsa`, and "compressors", which make k_cmp and v_cmp. None: branches count the same, and the
             operator's options are ``module.config.nsa``.
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
@@ -86,14 +87,17 @@ def nsa_attention_forward(
     if nsa_options is None:
         nsa_options = dict(config=nsa_config(getattr(module.config, "nsa", None)), compressors={})
     arguments = dict(nsa_options, **static)
-    if arguments.get("gates") is not None:
-        arguments["gates"] = packing.pack(arguments["gates"])
+    for name in ("gates", "q_index", "k_index"):
+        if arguments.get(name) is not None:
+            arguments[name] = packing.pack(arguments[name])
     if not whole and nsa_cache is None:
         return packing.unpack(_attend_to_cached(packing.pack(q), k, v, packing, **arguments)), None
     if cu_seq_lens_q is not None and max_length_q is not None:
         arguments["max_seqlen"] = index(max_length_q)
     attend = _attend if nsa_cache is None else nsa_cache.attend
-    return packing.unpack(attend(*map(packing.pack, (q, k, v)), packing, **arguments)), None
+    o = attend(*map(packing.pack, (q, k, v)), packing, **arguments)
+    o, loss = o if isinstance(o, tuple) else (o, None)
+    return packing.unpack(o), loss
 
 
 def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSAConfig:
@@ -127,12 +131,13 @@ def _warn_of(name: str) -> None:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, packing: BatchPacking, *, compressors: Compressors, **options: object
-) -> Tensor:
-    """Whole sequences: [B, T, Hq, D] -> [B, T, Hq, Dv], or packed."""
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Whole sequences: [B, T, Hq, D] -> [B, T, Hq, Dv], or packed; with ``return_index_loss`` a pair."""
     options |= compress_sequences(compressors, k, v, packing.cu_seqlens) | dict(cu_seqlens=packing.cu_seqlens)
     if not len(q):  # nothing but padding: no rows, with a gradient of all parameters, which other ranks wait for
         zero = sum(x.flatten()[:0].sum() for x in (q, k, v, *options.values()) if isinstance(x, Tensor))
-        return q.new_zeros(0, q.shape[-2], v.shape[-1]) + zero
+        o = q.new_zeros(0, q.shape[-2], v.shape[-1]) + zero
+        return (o, zero.float()) if options.get("return_index_loss") else o
     return nsa(q, k, v, **options)
 
 
@@ -140,8 +145,9 @@ def _attend_to_cached(
     q: Tensor, k: Tensor, v: Tensor, packing: BatchPacking, *, compressors: Compressors, **options: object
 ) -> Tensor:
     """The last tokens of sequences whose keys and values transformers has cached: k is [B, S, Hkv, D]."""
-    if compressors:
-        raise NotImplementedError("compression by a network with a cache of transformers' own: use NSAModelCache")
+    if compressors or "q_index" in options:
+        what = "compression by a network" if compressors else "an index"
+        raise NotImplementedError(f"{what} with a cache of transformers' own: use NSAModelCache")
     if not len(q):
         return q.new_zeros(0, q.shape[-2], v.shape[-1])
     (B, S), device = k.shape[:2], k.device

@@ -22,17 +22,25 @@ NOT_SHARED += ("_compiled_call", "_last_compile_config", "_weight_conversions")
 
 
 def convert_to_nsa(
-    model: PreTrainedModel, config: NSAConfig = NSAConfig(), *, gate: str = "input", compression: str = "mean"
+    model: PreTrainedModel,
+    config: NSAConfig = NSAConfig(),
+    *,
+    gate: str | None = None,
+    compression: str = "mean",
+    index_dim: int | None = None,
 ) -> PreTrainedModel:
     """A model with Native Sparse Attention that shares the modules of a dense one, but its attention's.
 
     With a ``gate`` by input the gates start at nearly 1 for the selected branch and nearly 0 for the others: as long as
-    a list holds all blocks, the model says about what the dense one does. Training makes use of the other branches.
+    a list holds all blocks, the model says about what the dense one does, and with ``branches=("selected",)`` just
+    that. Training makes use of the other branches. An index starts as the keys and the mean of each group's queries,
+    rotated by the slowest pairs where it has fewer dimensions.
 
     Args:
         model: a Llama, Qwen2 or Qwen3 model or causal language model; it stays usable.
         config: the operator's options.
-        gate, compression: as in `NSAttention`.
+        gate: as in `NSAttention`; None: "input", and none where ``config`` has one branch.
+        compression, index_dim: as in `NSAttention`.
 
     Returns:
         The model of this package; `save_pretrained`, `AutoConfig` and `AutoModelForCausalLM` know it by its own type.
@@ -41,7 +49,7 @@ def convert_to_nsa(
         NotImplementedError: a model of another class, or one that has what the new one could not keep or save: layers
             with windows, quantized weights, adapters, offloading, wrapped or compiled parts.
         TypeError: ``config`` is not an NSAConfig.
-        ValueError: ``gate`` or ``compression`` is unknown.
+        ValueError: ``gate`` or ``compression`` is unknown, or ``index_dim`` odd or larger than a head.
     """
     if type(model) not in SPARSE:
         names = ", ".join(sorted(dense.__name__ for dense in SPARSE))
@@ -53,7 +61,7 @@ def convert_to_nsa(
     if any(hasattr(part, "_hf_hook") for part in model.modules()):
         raise NotImplementedError("convert_to_nsa of a model that accelerate offloads or dispatches: convert it first")
     values = {name: value for name, value in model.config.to_dict().items() if name not in NOT_KEPT}
-    values |= dict(nsa=asdict(config), nsa_gate=gate, nsa_compression=compression)
+    values |= dict(nsa=asdict(config), nsa_gate=gate, nsa_compression=compression, nsa_index_dim=index_dim)
     with torch.device("meta"):
         converted = sparse(sparse.config_class.from_dict(values))
     saved = converted.state_dict().keys()
@@ -66,9 +74,11 @@ def convert_to_nsa(
         for part in branches.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
+        branches.start_index(layer.self_attn)
         if branches.gate_mlp is not None:
             *_, last = branches.gate_mlp.modules()
-            last.bias.data.copy_(torch.tensor([-START, START, -START]).repeat(branches.num_heads))
+            start = [START if branch == "selected" else -START for branch in config.branches]
+            last.bias.data.copy_(torch.tensor(start).repeat(branches.num_heads))
     if model.can_generate():
         converted.generation_config = deepcopy(model.generation_config)
     return converted

@@ -16,35 +16,78 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from nsa_layer.block_mlp import BlockMLP
-from nsa_layer.config import require_one_of
+from nsa_layer.branches import COMPRESSIONS, GATES, Branches, EqualGates, check_branches
+from nsa_layer.checks import DTYPES
+from nsa_layer.config import require_one_of, require_sizes
 from nsa_layer.integrations.hf.attention import nsa_attention_forward, nsa_config
 from nsa_layer.integrations.hf.cache import NSAModelCache
 from nsa_layer.integrations.hf.packing import BatchPacking
-from nsa_layer.module import COMPRESSIONS, GATES, Branches, EqualGates
 from nsa_layer.support import BACKENDS
 
 Tensor = torch.Tensor
 SPARSE: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}  # by class of the dense model
-KNOWN = dict(nsa_gate=GATES, nsa_compression=COMPRESSIONS, nsa_backend=(None, *BACKENDS))
-FIXED = ("nsa", "nsa_gate", "nsa_compression", "_attn_implementation")  # by which a model is made
+KNOWN = dict(nsa_gate=(None, *GATES), nsa_compression=COMPRESSIONS, nsa_index_dim=None, nsa_backend=(None, *BACKENDS))
+FIXED = ("nsa", "nsa_gate", "nsa_compression", "nsa_index_dim", "_attn_implementation")  # by which a model is made
 # The cache among the arguments of models: "cache" since transformers 5.24.
 CACHE = "cache" if "cache" in signature(modeling_llama.LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 class NSABranches(Branches):
-    """Gates and compression of a layer, as in `NSAttention`."""
+    """Gates, compression and index of a layer of transformers, as in `NSAttention`.
 
-    def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
+    Args:
+        layer: the attention, whose projections and norms are those of an index, too.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer: nn.Module) -> None:
         super().__init__()
         self.fixed = {name: deepcopy(getattr(config, name)) for name in FIXED}
-        sizes = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim, head_dim
-        networks = self._add_branches(*sizes, nsa_config(config.nsa), config.nsa_gate, config.nsa_compression)
+        options, D = nsa_config(config.nsa), layer.head_dim
+        own = dict(gate=config.nsa_gate, compression=config.nsa_compression, index_dim=config.nsa_index_dim)
+        check_branches(options, **own)
+        if own["gate"] is None and len(options.branches) > 1:
+            own["gate"] = "input"
+        sizes = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, D, D
+        networks = self._add_branches(*sizes, options, **own, index_bias=layer.q_proj.bias is not None)
         self.networks = nn.ModuleDict(networks)
+        if self.q_index is not None:
+            if (Di := self.index_dim) % 2 or Di > D:
+                raise ValueError(f"nsa_index_dim must be even and at most the head dimension {D}, got {Di}")
+            norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
+            norms = [nn.Identity() if norm is None else type(norm)(Di, eps=norm.variance_epsilon) for norm in norms]
+            self.q_index_norm, self.k_index_norm = norms
+
+    @torch.no_grad()
+    def start_index(self, layer: nn.Module) -> None:
+        """Start the index as the layer's keys and the mean of each group's queries, but for what transformers loaded.
+
+        Raises:
+            NotImplementedError: the projections have no weights of floating point.
+        """
+        for name, parameter in self.named_parameters():
+            part, _, key = name.replace("_index_norm.", "_norm.").replace("_index.", "_proj.").partition(".")
+            if "_index" not in name or getattr(parameter, "_is_hf_initialized", False):
+                continue
+            start = getattr(getattr(layer, part), key, None)
+            if start is None or start.dtype not in DTYPES:
+                raise NotImplementedError(f"an index starts from {part}, which has no {key} of floating point")
+            is_projection = part.endswith("_proj")
+            if is_projection:
+                start = start.unflatten(0, (self.num_kv_heads, -1, layer.head_dim)).mean(1)
+            parameter.copy_(slowest_pairs(start, self.index_dim, int(is_projection)).reshape(parameter.shape))
 
     def forward(
-        self, layer: nn.Module, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BatchPacking | None, **options: object
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BatchPacking | None,
+        angles: tuple[Tensor, Tensor],
+        **options: object,
     ) -> Tensor:
-        """`nsa_attention_forward` of a layer with input x [B, T, dim], with gates and compression of this module.
+        """`nsa_attention_forward` of a layer with input x [B, T, dim], with what this module adds to it.
 
         It is called in here, and with all tensors, so that whatever gathers a module's parameters for its forward and
         backward, as FSDP does, gathers them for the attention.
@@ -52,9 +95,23 @@ class NSABranches(Branches):
         for name, value in self.fixed.items():
             if (now := getattr(layer.config, name)) != value:
                 raise ValueError(f"config.{name} must be that of the model when it was made, {value!r}, got {now!r}")
+
+        def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = (slowest_pairs(x, self.index_dim) for x in angles)
+            q, k = self.q_index_norm(q), self.k_index_norm(k)
+            return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+
         arguments = dict(config=self.config, compressors=self.compressors() if self.networks else {})
-        arguments |= self.gates_of(x) | self.compress_weights()
-        return nsa_attention_forward(layer, q, k, v, mask, nsa_options=arguments, **options)[0]
+        arguments |= self.gates_of(x) | self.compress_weights() | self.index_of(x, turn)
+        if self.training and self.q_index is not None and options.get("nsa_cache") is None:
+            arguments["return_index_loss"] = True
+        o, self._index_loss = nsa_attention_forward(layer, q, k, v, mask, nsa_options=arguments, **options)
+        return o
+
+
+def slowest_pairs(x: Tensor, size: int, dim: int = -1) -> Tensor:
+    """Of D dimensions, the pairs (i, i + D / 2) of which a rotary embedding turns the last slowest, the last ones."""
+    return torch.cat([half.narrow(dim, half.shape[dim] - size // 2, size // 2) for half in x.chunk(2, dim)], dim)
 
 
 class _Attention:
@@ -62,7 +119,7 @@ class _Attention:
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.nsa = NSABranches(config, self.head_dim)
+        self.nsa = NSABranches(config, self)
 
     def forward(
         self,
@@ -84,7 +141,7 @@ class _Attention:
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         options |= dict(scaling=self.scaling, dropout=self.attention_dropout if self.training else 0.0)
-        o = self.nsa(self, hidden_states, q, k, v, attention_mask, **options)
+        o = self.nsa(self, hidden_states, q, k, v, attention_mask, position_embeddings, **options)
         return self.o_proj(o.flatten(-2)), None
 
 
@@ -102,6 +159,12 @@ class _Model:
         super()._init_weights(module)
         if isinstance(module, (NSABranches, EqualGates, BlockMLP)):  # whose parameters that were loaded are kept
             module.reset_parameters()
+
+    def _initialize_weights(self, module: nn.Module, *args: object) -> None:
+        is_new = isinstance(module, _Attention) and not getattr(module, "_is_hf_initialized", False)
+        super()._initialize_weights(module, *args)
+        if is_new:
+            module.nsa.start_index(module)
 
 
 class _CausalLM:
@@ -154,14 +217,16 @@ class _Fields:
 
     Attributes:
         nsa: fields of `NSAConfig`; a `NSAConfig` becomes them. Set again, fields change those that they name.
-        nsa_gate: "input", "linear" or "query", as in `NSAttention`.
+        nsa_gate: "input", "linear" or "query", as in `NSAttention`; None: "input", and none where there is one branch.
         nsa_compression: "mean", "linear" or "mlp", as in `NSAttention`.
-        nsa_backend: as in `nsa`. It is read in each call; the other three are those of a model when it is made.
+        nsa_index_dim: as in `NSAttention`, even.
+        nsa_backend: as in `nsa`. It is read in each call; the others are those of a model when it is made.
     """
 
     nsa: dict | None = None
-    nsa_gate: str = "input"
+    nsa_gate: str | None = None
     nsa_compression: str = "mean"
+    nsa_index_dim: int | None = None
     nsa_backend: str | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -169,7 +234,9 @@ class _Fields:
             value = asdict(nsa_config(value, vars(self).get("nsa")))
         elif name.startswith("nsa_") and name not in KNOWN:
             raise AttributeError(f"a configuration has nsa, {', '.join(KNOWN)}, and no {name}")
-        elif name in KNOWN:
+        elif name == "nsa_index_dim" and value is not None:
+            require_sizes(nsa_index_dim=value)
+        elif KNOWN.get(name):
             require_one_of(name, value, KNOWN[name])
         super().__setattr__(name, value)
 
