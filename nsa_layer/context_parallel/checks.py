@@ -121,7 +121,10 @@ def check_shard(
     packed = starts is not None
     check_qkv(q, k, v, packed=packed)
     cp.mode_of(k.shape[-2])
-    layouts = {TOKENS: token_layout(q.shape[-3], cp)}
+    local = q.shape[-3]
+    if local % len(cp.chunks):
+        raise ValueError(f"q must have an even number of tokens on a rank, for load_balance='zigzag', got {local}")
+    layouts = {TOKENS: ShardLayout.of_tokens(cp, local)}
     chunk = layouts[TOKENS].counts[0]
     config = _list_config(call, chunk, static["block_size"], static["deterministic"]) if alone else static["config"]
     require_config(config)
@@ -146,12 +149,11 @@ def check_shard(
             raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
         if name in WEIGHTS:
             return x.to("meta")
-        layout = layouts[KINDS[name]]
-        expected = layout.local
-        if x.shape[not packed] != expected:
-            lead = (expected,) if packed else (q.shape[0], expected)
-            raise ValueError(f"{name} must have this rank's {KINDS[name]}, {lead}, first, got shape {tuple(x.shape)}")
-        return resized(x, layout.total)
+        kind = KINDS[name]
+        lead = (*q.shape[:-3], layouts[kind].local)
+        if x.shape[not packed] != lead[-1]:
+            raise ValueError(f"{name} must have this rank's {kind}, {lead}, first, got shape {tuple(x.shape)}")
+        return resized(x, layouts[kind].total)
 
     stand_ins = {name: whole(name, getattr(call, name)) for name in (*WEIGHTS, *KINDS)}
     stand_ins["cu_seqlens"] = starts_of_lengths(lengths) if packed else None
@@ -178,13 +180,6 @@ def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[i
     """Lengths of the sequences that the ranks' tokens, such as x [n, ...], are of; TypeError or ValueError."""
     check_starts(cu_seqlens)
     return check_lengths(cu_seqlens.cpu(), resized(x, x.shape[-3] * cp.size), "cu_seqlens", f"the {cp.size} ranks")
-
-
-def token_layout(local: int, cp: ContextParallel) -> ShardLayout:
-    """Layout of tokens; ValueError where a rank's `local` tokens are no equal chunks."""
-    if local % len(cp.chunks):
-        raise ValueError(f"q must have an even number of tokens on a rank, for load_balance='zigzag', got {local}")
-    return ShardLayout.of_tokens(cp, local)
 
 
 def _describe(value: object, *, ragged: bool) -> str:

@@ -5,7 +5,7 @@ Graphs have all of a call in the operators ``gather`` and ``gather_backward``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer import autocast
-from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, Saved, require_choice_by_token
+from nsa_layer.call import DIFFERENTIABLE, LSES, TENSORS, Aux, Call, Saved, require_choice_by_token
 from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW, GatherLoop
@@ -44,11 +44,7 @@ def is_better(cp: ContextParallel, call: Call, config: NSAConfig) -> bool:
 
 
 def attend(
-    cp: ContextParallel,
-    call: Call,
-    *,
-    memory: MemoryPolicy = MemoryPolicy(),
-    return_aux: bool = True,
+    cp: ContextParallel, call: Call, memory: MemoryPolicy | None, *, return_aux: bool
 ) -> tuple[Tensor, Aux | Tensor | None]:
     """`nsa` on a rank's queries, or `selected_attention`, which gives the LSE; arguments as have been checked.
 
@@ -57,21 +53,18 @@ def attend(
 
     Raises:
         NotImplementedError: the backend is the reference; queries choose by tile, or have lists of tiles that chunks
-            cut; or a graph would have to know lengths.
+            cut.
     """
     if call.spec.backend == "reference":
         raise NotImplementedError("cp: mode='gather' with backend='reference'")
-    packed, spec, config = call.cu_seqlens is not None, call.spec, call.config
-    q, lists, kept = call.q, call.block_indices, (False,) * 3
-    chunk = q.shape[-3] // len(cp.chunks)
+    q, lists, spec, config, packed = call.q, call.block_indices, call.spec, call.config, call.packed
+    kept, chunk, total = (False,) * 3, q.shape[-3] // len(cp.chunks), q.shape[-3] * cp.size
     if lists is None:
         require_choice_by_token(config, "cp with mode='gather'")
     elif config.q_tile > 1 and (packed or chunk % config.q_tile):
         raise NotImplementedError(
             f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"
         )
-    if packed and dispatcher_sees(call.q) and (call.k_cmp is not None or call.v_cmp is not None):
-        raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
     if call.has_own_window:
         window = (x if own is not None else x.view_as(x) for x, own in zip(call.of_window, call[9:11]))
         call = call._replace(**dict(zip(WINDOW, window)))
@@ -80,14 +73,14 @@ def attend(
         starts = starts_of_lengths(spec.lengths) if spec.lengths else call.cu_seqlens.to("cpu", copy=True)
     call = call._replace(cu_seqlens=starts)
     if spec.backend == "cute" and not call.alone:
-        kept = kept_of_shard(call, q.shape[-3] * cp.size, memory, queries=q.shape[-3])
+        kept = kept_of_shard(call, total, memory, queries=q.shape[-3])
     static = (*static_arguments(spec).values(), kept, call.needs_grad, *static_of(cp))
     o, *saved = _Attend.apply(static, *call.tensors)
     if not return_aux:
         return o, None
-    width = config.list_width(q.shape[-3] * cp.size)
+    width = config.list_width(total)
     joined = partial(_joined, saved, len(cp.chunks))
-    lses = {name: joined(name, -1) for name in ("lse_cmp", "lse_slc", "lse_swa")}
+    lses = {name: joined(name, -1) for name in LSES.values()}
     if call.alone:
         return o, lses["lse_slc"]
     lists = joined("block_indices", -3, width) if lists is None else None
@@ -137,18 +130,15 @@ class _Attend(torch.autograd.Function):
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
         run = OPS.gather_backward.default if ctx.dispatched or dispatcher_sees(do) else _run_backward
-        run = partial(_gradients, run, ctx.static)
-        if not torch.compiler.is_compiling():
-            run = partial(first_derivatives, run)
-        grads = run(do, *ctx.saved_tensors)
-        return None, *grads, *[None] * (len(TENSORS) - len(grads))
+        count, static = len(TENSORS), ctx.static
 
+        def gradients(do: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+            grads = run(do, list(saved[:count]), list(saved[count:]), *static)
+            return tuple(None if x is None else d for x, d in zip(saved, grads))
 
-def _gradients(
-    run: Callable[..., list[Tensor]], static: tuple[Any, ...], do: Tensor, *saved: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    tensors, saved = saved[: len(TENSORS)], saved[len(TENSORS) :]
-    return tuple(None if x is None else d for x, d in zip(tensors, run(do, list(tensors), list(saved), *static)))
+        compute = gradients if torch.compiler.is_compiling() else partial(first_derivatives, gradients)
+        grads = compute(do, *ctx.saved_tensors)
+        return None, *grads, *[None] * (count - len(grads))
 
 
 def _run(tensors: list[Tensor | None], *static: Any, capacity: bool = True) -> list[Tensor | None]:

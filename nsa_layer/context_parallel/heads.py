@@ -37,9 +37,6 @@ def attend(
 
     Returns:
         This rank's rows of all heads of what the function returns.
-
-    Raises:
-        NotImplementedError: a graph would have to know lengths of packed sequences.
     """
     packed, given, in_graph = call.packed, call.arguments(), dispatcher_sees(call.q)
     rows = {name: x[None] if packed else x for name, x in given.items() if name in KINDS and x is not None}
@@ -65,10 +62,7 @@ def attend(
 
     def send(way: str, tensors: dict[str, Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Start an exchange, outside graphs; returns what waits for it."""
-        kinds = [KINDS.get(name, TOKENS) for name in tensors]
-        if missing := [kind for kind in kinds if kind not in layouts]:
-            raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {missing[0]}")
-        arguments = way, list(tensors.values()), [layouts[kind] for kind in kinds]
+        arguments = way, list(tensors.values()), [layouts[KINDS.get(name, TOKENS)] for name in tensors]
         return partial(exchange, *arguments) if in_graph else start_exchange(*arguments)
 
     parts = {name: split(x) for name, x in rows.items()}
@@ -127,7 +121,7 @@ def _split_heads(sizes: list[int], x: Tensor) -> tuple[Tensor, ...]:
 def _join_heads(sizes: list[int], *xs: Tensor) -> list[Tensor]:
     """The inverse of `_split_heads`; PyTorch's own would copy by element."""
     B, n, R, _, *rest = xs[0].shape
-    whole = xs[0].new_empty((B, n, R, sum(sizes), *rest))
-    for into, x in zip(whole.split(sizes, 3), xs, strict=True):
+    whole = xs[0].new_empty((B, n, R * sum(sizes), *rest))
+    for into, x in zip(_split_heads(sizes, whole), xs, strict=True):
         copy(into, x)
-    return [whole.flatten(2, 3)]
+    return [whole]

@@ -75,9 +75,9 @@ class ShardLayout(NamedTuple):
             (rank whose range it is, number of the range, rows in it; rank that holds the rows, rows in its shard).
         """
         starts, chunks, cp = (0, *accumulate(self.counts)), [], self.cp  # rank, first row, end, first row in the shard
-        for holder in range(cp.size):
+        for holder, of_rank in enumerate(rank_chunks(cp.size, cp.load_balance)):
             first = 0
-            for chunk in rank_chunks(holder, cp.size, cp.load_balance):
+            for chunk in of_rank:
                 chunks.append((holder, starts[chunk], starts[chunk + 1], first))
                 first += self.counts[chunk]
         own = [chunk for chunk in chunks if chunk[0] == cp.rank]
@@ -172,17 +172,15 @@ class QueryShard(NamedTuple):
         return slice(first, last), tuple(lengths)
 
 
-def query_shards(
-    cp: ContextParallel, local: int, lengths: Sequence[int] | None, *, cut: bool
-) -> list[list[QueryShard]]:
+def query_shards(cp: ContextParallel, local: int, lengths: Sequence[int], *, cut: bool) -> list[list[QueryShard]]:
     """The shards of each rank, one for each of its chunks.
 
     Args:
         local: tokens of a rank.
-        lengths: of the whole call's packed sequences; None: of one length.
+        lengths: of the whole call's packed sequences, or of one sequence.
         cut: leave out keys behind the last query: no query attends to them, and no list names them.
     """
-    size, ends = local // len(cp.chunks), list(accumulate(lengths or (local * cp.size,)))
+    size, ends = local // len(cp.chunks), list(accumulate(lengths))
 
     def shard(i: int, chunk: int) -> QueryShard:
         begin, end = chunk * size, (chunk + 1) * size
@@ -198,8 +196,7 @@ def query_shards(
             start = stop
         return QueryShard(slice(i * size, (i + 1) * size), slice(first_key, last_key), tuple(of_sequences), before)
 
-    chunks = [rank_chunks(rank, cp.size, cp.load_balance) for rank in range(cp.size)]
-    return [[shard(i, chunk) for i, chunk in enumerate(of_rank)] for of_rank in chunks]
+    return [[*map(shard, range(len(of_rank)), of_rank)] for of_rank in rank_chunks(cp.size, cp.load_balance)]
 
 
 def head_steps(heads: int, tokens: int) -> tuple[tuple[int, int], ...]:

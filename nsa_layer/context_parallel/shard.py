@@ -89,7 +89,7 @@ def compress_shard(
     batch = x if lengths is None else x[None]
     layout = ShardLayout.of_tokens(cp, batch.shape[1])
     blocks = block_ranges(lengths or (layout.total,), layout.counts[0], config.span, config.stride)
-    ranges = [[blocks[chunk][0] for chunk in rank_chunks(r, cp.size, cp.load_balance)] for r in range(cp.size)]
+    ranges = [[blocks[chunk][0] for chunk in of_rank] for of_rank in rank_chunks(cp.size, cp.load_balance)]
     layout, rows = layout._replace(ranges=ranges), []
     for tokens, chunk in zip(gather(batch, layout).split(layout.sizes, 1), cp.chunks, strict=True):
         rows.append(compress(tokens, None) if lengths is None else compress(tokens[0], blocks[chunk][1]))

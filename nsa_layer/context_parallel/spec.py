@@ -64,7 +64,7 @@ class ContextParallel:
     @property
     def chunks(self) -> tuple[int, ...]:
         """This rank's chunks, in the order in which it holds them."""
-        return rank_chunks(self.rank, self.size, self.load_balance)
+        return rank_chunks(self.size, self.load_balance)[self.rank]
 
     @property
     def num_chunks(self) -> int:
@@ -89,9 +89,9 @@ class ContextParallel:
         return self.mode
 
 
-def rank_chunks(rank: int, size: int, load_balance: str | None) -> tuple[int, ...]:
-    """Chunks of a rank, in the order in which it holds them."""
-    return (rank,) if load_balance is None else (rank, 2 * size - 1 - rank)
+def rank_chunks(size: int, load_balance: str | None) -> list[tuple[int, ...]]:
+    """Chunks of each rank, in the order in which it holds them."""
+    return [(rank,) if load_balance is None else (rank, 2 * size - 1 - rank) for rank in range(size)]
 
 
 def require_initialized() -> None:

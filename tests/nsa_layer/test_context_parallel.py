@@ -27,7 +27,7 @@ from rank_cases import (
     step,
 )
 
-from nsa_layer import ContextParallel, NSAConfig, NSAttention, selected_attention, shard_sequence, unshard_sequence
+from nsa_layer import ContextParallel, NSAConfig, NSAttention, nsa, selected_attention, shard_sequence, unshard_sequence
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs
 
@@ -107,6 +107,15 @@ def test_ranks_attend_to_lists(
     *local, local_lse = step(attend, part_of(tensors, cp, dim), shard_sequence(lists, cp, dim=dim))
     torch.testing.assert_close(local, [shard_sequence(x, cp, dim=dim) for x in whole], **CLOSE)
     torch.testing.assert_close(local_lse, shard_sequence(lse, cp, dim=-1), **CLOSE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@by_ranks()
+def test_outputs_may_be_changed_in_place(group: Any, mode: str) -> None:
+    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+    o = nsa(q, q, q, config=SMALL, cp=ContextParallel(group, mode=mode))
+    (once,) = torch.autograd.grad(o.sum(), q, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(o.mul_(2).sum(), q)[0], 2 * once)
 
 
 PAPERS = dict(compression="mlp", kv_per_branch=True, gate="input")  # compresses blocks that reach into the next rank's
