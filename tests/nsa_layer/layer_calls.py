@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_layer.cached_call import check_call
-from nsa_layer.call import Call
+from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.operators import static_arguments
 from nsa_layer.operators.layer import NAMES
 from nsa_tools.testing.cases import Case, make_inputs
 
 Tensor = torch.Tensor
-CACHED = Case(B=2, T=20, D=8, dtype=torch.float64, config=NSAConfig(block_size=8, block_counts=4, window_size=8))
+CACHED = Case(
+    B=2, T=20, D=8, dtype=torch.float64, config=NSAConfig(block_size=8, block_counts=4, window_size=8), gate="none"
+)
 
 
 def starts_of(lengths: Iterable[int], device: torch.device | str = "cpu") -> Tensor:
@@ -31,12 +34,16 @@ def starts_of(lengths: Iterable[int], device: torch.device | str = "cpu") -> Ten
 def cached_arguments(case: Case = CACHED, S: int = 32, device: str = "cpu", beside: int = 0) -> dict[str, Any]:
     """Arguments of `nsa_with_kvcache` on contiguous caches that hold nothing yet, and are full of NaN; their rows start
     behind others of `beside` numbers."""
-    inputs = make_inputs(case, device)
-    given = dict(q=inputs.q, k=inputs.k, v=inputs.v, config=case.config)
-    for name, rows in product("kv", (("", S), ("_cmp", S // case.config.stride))):
-        (B, _, H, D), (kind, slots) = given[name].shape, rows
-        given[f"{name}{kind}_cache"] = given[name].new_full((B, slots, H, beside + D), torch.nan)[..., beside:]
-    return given | dict(cache_seqlens=torch.zeros(case.B, dtype=torch.int32, device=device))
+    given, stride = make_inputs(case, device).tensors(), case.config.stride
+    for name in COMPRESSED_CACHES:
+        if name in given:  # with a row for each block that as many tokens can complete
+            x = given[name]
+            given[name] = F.pad(x, (0, 0, 0, 0, 0, -(-case.T // stride) - x.shape[1]), value=torch.nan)
+    for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
+        (B, _, H, D), slots = given[name[0]].shape, S // stride if "cmp" in name else S
+        if "win" not in name or name in given:
+            given[f"{name}_cache"] = given["q"].new_full((B, slots, H, beside + D), torch.nan)[..., beside:]
+    return given | dict(config=case.config, cache_seqlens=torch.zeros(case.B, dtype=torch.int32, device=device))
 
 
 def operator_call(

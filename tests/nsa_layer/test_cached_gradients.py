@@ -5,29 +5,27 @@ Caches of inference mode are in a property of `fuzz/properties/caches.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from layer_calls import cached_arguments
+from layer_calls import CACHED, cached_arguments
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_layer import NSACache, NSAConfig, NSAttention, nsa_with_kvcache
+from nsa_layer.call import OWN_KEYS
 
 SMALL = NSAConfig(block_size=8, block_counts=3, window_size=8)
-B, T = 2, 20
 NEEDS = "q k v k_cache v_cache k_cmp_cache k_cmp v_cmp k_win v_win gates gate_weight compress_k_weight".split()
 refused = partial(pytest.raises, RuntimeError, match="attention to cached tokens .* has no gradient")
 
 
 def arguments(name: str = "q") -> dict:
     """Of a call on empty caches that has the argument, all without a gradient."""
-    draw, given = partial(torch.randn, dtype=torch.float64, generator=torch.manual_seed(0)), cached_arguments()
-    shapes = dict.fromkeys(("k_cmp", "v_cmp"), (B, 3, 2, 8)) | dict.fromkeys(("k_win", "v_win"), (B, T, 2, 8))
-    shapes |= dict(gates=(B, T, 4, 3), gate_weight=(4, 3, 8), compress_k_weight=(2, 8, 8))
-    names = ("k_win", "v_win") if "win" in name else (name,) if name in shapes else ()
-    given |= {name: draw(shapes[name]) for name in names}
-    return given | {f"{name}_cache": given["k_cache"].clone() for name in names if "win" in name}
+    own = OWN_KEYS[2:] if "win" in name else (name,) if name in OWN_KEYS else ()
+    gate = {"gates": "given", "gate_weight": "weight"}.get(name, "none")
+    return cached_arguments(replace(CACHED, own_keys=own, gate=gate, compress_weights="compress" in name))
 
 
 @pytest.mark.parametrize("name", NEEDS)
@@ -43,7 +41,7 @@ def test_backward_says_that_there_is_no_gradient(name: str) -> None:
             assert torch.equal(x.detach(), expected)
             with refused():
                 x.sum().backward()
-        assert given["cache_seqlens"].sum() == 0 and given["v_cache"].detach()[:, T:].isnan().all()
+        assert given["cache_seqlens"].sum() == 0 and given["v_cache"].detach()[:, CACHED.T :].isnan().all()
 
 
 def test_what_needs_no_gradient_is_as_it_was() -> None:

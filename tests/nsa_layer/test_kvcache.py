@@ -5,10 +5,11 @@ In caches that were full of NaN, by PyTorch and by the kernels' host code, with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -250,49 +251,48 @@ def test_going_back_leaves_no_trace(backend: str, paged: bool) -> None:
     assert_whole(mine, [first, caches.step([70, 0, 2, 37], backend)])
 
 
-def whole(given: dict, names: Sequence[str] = "qkv") -> tuple[torch.Tensor, ...]:
+def whole(given: dict) -> tuple[torch.Tensor, ...]:
     """o and log-sum-exps of all tokens at once, and lists."""
-    o, aux = nsa(**{name: given[name] for name in (*names, "config")}, return_aux=True)
+    names = ("q", "k", "v", "k_win", "v_win", "config")
+    o, aux = nsa(**{name: given[name] for name in names if name in given}, return_aux=True)
     return o, *(getattr(aux, name) for name in LSES), aux.block_indices
+
+
+def in_calls(
+    given: dict,
+    ends: Iterable[int],
+    backend: str = "cute",
+    *,
+    packed: bool = False,
+    lists: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """o [B, T, Hq, Dv] and log-sum-exps [B, Hq, T] of a batch whose tokens come in calls, up to each of `ends`.
+
+    lists: of the whole batch's tiles; each call has its own, which count from its first query.
+    """
+    B, q_tile, found = len(given["q"]), given["config"].q_tile, []
+    for begin, end in pairwise((0, *ends)):
+        new = {name: given[name][:, begin:end] for name in ("q", "k", "v", "k_win", "v_win") if name in given}
+        if lists is not None:
+            new["block_indices"] = lists[:, begin // q_tile : -(-end // q_tile)]
+        if packed:
+            starts = starts_of([end - begin] * B)
+            new = {name: x.flatten(0, 1) for name, x in new.items()} | dict(cu_seqlens_q=starts)
+        o, lses = attended(given | new | dict(cache_seqlens=torch.full_like(given["cache_seqlens"], begin)), backend)
+        lses = [lse.unflatten(1, (B, -1)).transpose(0, 1) if packed else lse for lse in lses]
+        found.append((o.view(B, end - begin, *o.shape[-2:]), *lses))
+    return [torch.cat(parts, dim) for parts, dim in zip(zip(*found), (1, -1, -1, -1))]
 
 
 @pytest.mark.parametrize("packed, indexed", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["blocks", "overlapping"])
 def test_a_batch_is_read_in_place(backend: str, config: NSAConfig, packed: bool, indexed: bool) -> None:
     """A batch of one length; a pack of one sequence is one too. A row by index is a page, here with a window's own."""
-    given = cached_arguments(replace(CACHED, B=1 if packed else 2, config=config), S=24)
-    names = ("q", "k", "v", *("k_win", "v_win")[: 2 * indexed])
-    for name in names[3:]:
-        given |= {name: torch.randn_like(given[name[0]]), f"{name}_cache": given[f"{name[0]}_cache"].clone()}
-    *want, _ = whole(given, names)
-    found = []
-    for begin, end in ((0, 9), (9, 10), (10, 20)):
-        new = {name: given[name][:, begin:end] for name in names}
-        starts = torch.tensor([0, end - begin]).int() if packed else None
-        new = {name: x[0] for name, x in new.items()} if packed else new
-        more = dict(cache_seqlens=torch.full((len(given["q"]),), begin).int(), cu_seqlens_q=starts)
-        more |= dict(cache_batch_idx=torch.tensor([1, 0]).int()) if indexed else {}
-        o, lses = attended(given | new | more, backend)
-        found.append((o, *lses))
-    for i, x in enumerate(want):
-        got = torch.cat([part[i] for part in found], dim=0 if packed and not i else -1 if i else 1)
-        torch.testing.assert_close(got, x[0] if packed else x, **EXACT)
-
-
-def in_parts_with_lists(
-    given: dict, lists: torch.Tensor, cut: int, packed: bool, backend: str = "cute"
-) -> torch.Tensor:
-    """o [B, T, Hq, Dv] of two calls, of which each has its tiles' lists: tiles count from a call's first query."""
-    B, T, q_tile, found = *given["q"].shape[:2], given["config"].q_tile, []
-    for begin, end in ((0, cut), (cut, T)):
-        new = {name: given[name][:, begin:end] for name in "qkv"}
-        new |= dict(block_indices=lists[:, begin // q_tile : -(-end // q_tile)])
-        if packed:
-            starts = torch.arange(B + 1).int() * (end - begin)
-            new = {name: x.flatten(0, 1) for name, x in new.items()} | dict(cu_seqlens_q=starts)
-        o, _ = attended(given | new | dict(cache_seqlens=torch.full_like(given["cache_seqlens"], begin)), backend)
-        found.append(o.view(B, end - begin, *o.shape[-2:]))
-    return torch.cat(found, dim=1)
+    own_keys = OWN_KEYS[2:] if indexed else ()
+    given = cached_arguments(replace(CACHED, B=1 if packed else 2, config=config, own_keys=own_keys), S=24)
+    given |= dict(cache_batch_idx=torch.tensor([1, 0]).int()) if indexed else {}
+    *want, _ = whole(given)
+    torch.testing.assert_close(in_calls(given, (9, 10, 20), backend, packed=packed), want, **EXACT)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -301,8 +301,8 @@ def test_lists_of_tiles_may_be_given(backend: str, monkeypatch: pytest.MonkeyPat
     if backend == "cute":
         monkeypatch.setattr("nsa_layer.cute.kvcache.WORKSPACE", 1)
     given = cached_arguments() | dict(config=SMALL.replace(q_tile=4))
-    want, *_, lists = whole(given)
-    torch.testing.assert_close(in_parts_with_lists(given, lists, 8, packed, backend), want, **EXACT)
+    *want, lists = whole(given)
+    torch.testing.assert_close(in_calls(given, (8, 20), backend, packed=packed, lists=lists), want, **EXACT)
 
 
 def test_tokens_that_are_there_are_not_touched(backend: str) -> None:
@@ -484,20 +484,15 @@ def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(
 def test_a_batch_is_read_in_place_on_the_kernels(step: int, beside: int, page: int | None) -> None:
     """Caches are full of NaN, longer than any tile; rows may start anywhere, and pages may lie so."""
     case = Case(B=2, T=500, **KERNELS)
-    inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
-    given = cached_arguments(case, 1344, "cuda", beside) | dict(gate_weight=inputs.gate_weight)
-    if page is not None:
-        given = in_pages(given, page)
-    found = []
-    for begin in range(0, 500, step):
-        new = {name: getattr(inputs, name)[:, begin : begin + step] for name in "qkv"}
-        found.append(attended(given | new)[0])
-        given["cache_seqlens"] += found[-1].shape[1]
-    torch.testing.assert_close(torch.cat(found, dim=1), want.o, **ROUNDING)
+    want = run("cute", make_inputs(case, "cuda"))
+    given = in_pages(cached_arguments(case, 1344, "cuda", beside), page)
+    torch.testing.assert_close(in_calls(given, [*range(step, 500, step), 500])[0], want.o, **ROUNDING)
 
 
-def in_pages(given: dict, page: int) -> dict:
-    """The same on caches of pages in any order, with their tables; keys lie by head."""
+def in_pages(given: dict, page: int | None) -> dict:
+    """The same on caches of pages in any order, with their tables; keys lie by head. None: as they are."""
+    if page is None:
+        return given
     paged = {name: x for name, x in given.items() if name.endswith("_cache")}
     for name, x in paged.items():
         x = x.flatten(0, 1).unflatten(0, (-1, page // (64 if "cmp" in name else 1)))
@@ -512,8 +507,7 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> 
     """Sequences end up outside of the caches: their rows are NaN, and no place is written."""
     case = Case(B=2, T=320, **KERNELS)
     inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
-    given = cached_arguments(case, 320, "cuda") | dict(gate_weight=inputs.gate_weight)
-    given = given if page is None else in_pages(given, page)
+    given = in_pages(cached_arguments(case, 320, "cuda"), page)
     caches, seqlens = {name: x for name, x in given.items() if name.endswith("_cache")}, given["cache_seqlens"]
     new = {name: getattr(inputs, name)[:, :64].clone() for name in "qkv"}
     given |= new
@@ -543,10 +537,9 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> 
 @pytest.mark.parametrize("q_tile", [1, 128])
 def test_lists_may_be_given_on_the_kernels(q_tile: int, packed: bool) -> None:
     case = Case(B=2, T=500, **KERNELS | dict(config=KERNELS["config"].replace(q_tile=q_tile), gate="none"))
-    inputs = make_inputs(case, "cuda")
-    want, given = run("cute", inputs), in_pages(cached_arguments(case, 512, "cuda"), 64)
-    got = in_parts_with_lists(given, want.aux.block_indices, 256, packed)
-    torch.testing.assert_close(got, want.o, **ROUNDING)
+    want = run("cute", make_inputs(case, "cuda"))
+    given, lists = in_pages(cached_arguments(case, 512, "cuda"), 64), want.aux.block_indices
+    torch.testing.assert_close(in_calls(given, (256, 500), packed=packed, lists=lists)[0], want.o, **ROUNDING)
 
 
 @pytest.mark.gpu
