@@ -126,14 +126,15 @@ def draw(case: Case) -> list[torch.Tensor]:
     return lists
 
 
-def chosen(case: Case, b: int, lists: torch.Tensor) -> torch.Tensor:
-    """[T, heads, blocks] of a sequence: the token lists the block."""
+def chosen(case: Case, b: int, lists: torch.Tensor, step: int = 1) -> torch.Tensor:
+    """[T / step, heads, blocks] of a sequence: the last of `step` tokens, which are in one tile, lists the block."""
     T, N = case.sequences[b], -(-case.keys[b] // case.block_size)
-    lists = lists.repeat_interleave(case.q_tile, dim=0)[:T]
+    t = torch.arange(step - 1, T + step - 1, step).clamp(max=T - 1)
+    lists = lists[t // case.q_tile]
     valid = (lists >= 0) & (lists < N)
     if case.causal:
-        valid &= lists * case.block_size <= torch.arange(T).view(-1, 1, 1) + case.offsets[b]
-    listed = torch.zeros(T, case.Hkv, N + 1, dtype=torch.bool)
+        valid &= lists * case.block_size <= t.view(-1, 1, 1) + case.offsets[b]
+    listed = torch.zeros(len(t), case.Hkv, N + 1, dtype=torch.bool)
     return listed.scatter_(2, torch.where(valid, lists, N).long(), True)[..., :N]
 
 
@@ -193,8 +194,8 @@ def assert_union(case: Case, b: int, listed: torch.Tensor, found: list[torch.Ten
     assert torch.equal((words >> shifts % 32) & 1 == 1, pad(seen[union], len(shifts)))
 
 
-def pad(x: torch.Tensor, width: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+def pad(x: torch.Tensor, width: int, value: int = 0) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=value)
 
 
 def assert_pairs(case: Case, listed: list[torch.Tensor], pairs) -> None:
@@ -293,50 +294,24 @@ TILES = [
 ]
 
 
-def choice(case: Case, seed: int = 0) -> list[torch.Tensor]:
-    """The listed blocks [B, Hkv, M, n] of each sequence that is not empty."""
-    generator, config = torch.Generator().manual_seed(seed), case.config
-    B, Hkv = 1 if case.packed else 2, case.Hkv
-    draw = random_choice if max(case.lengths) < 10_000 else many_blocks
-    return [draw(T, B, Hkv, config, generator) for T in case.lengths if T]
+def choice(case: Case) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The listed blocks of each sequence, bool [M, Hkv, blocks], and lists [B, Hkv, M, n], packed [Hkv, all tiles, n]:
+    ascending, then -1."""
+    listed = [chosen(case, b, lists, case.q_tile) for b, lists in enumerate(draw(case))]
+    width, lists = case.config.list_width(max(case.lengths)), []
+    for x in listed:
+        N = x.shape[-1]
+        blocks = torch.arange(N).where(x, N).sort(-1).values[..., :width].transpose(0, 1)
+        lists.append(pad(blocks.masked_fill(blocks == N, -1), width, -1).int())
+    return listed, torch.cat(lists, 1) if case.packed else torch.stack(lists)
 
 
-def random_choice(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
-    """Lists int32 [B, H, M, n] of a causal choice: ascending, of any length, padded with -1."""
-    M, n, N = config.num_tiles(T), config.list_width(T), config.num_blocks(T)
-    indices = torch.full((B, H, M, n), -1, dtype=torch.int32)
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, M))).tolist():
-        most = min(N, ((i + 1) * config.q_tile - 1) // config.block_size + 1)  # causal: no block after the tile
-        count = int(torch.randint(0, min(n, most) + 1, (), generator=generator))
-        chosen = torch.randperm(most, generator=generator)[:count].sort().values
-        indices[b, h, i, :count] = chosen.to(torch.int32)
-    return indices
-
-
-def many_blocks(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
-    """Long lists: the first block, the tile's own, and others anywhere before; quick to draw."""
-    M, n, own = config.num_tiles(T), config.list_width(T), config.q_tile // config.block_size
-    last = torch.arange(1, M + 1).view(-1, 1) * own - 1
-    drawn = (torch.rand(B, H, M, n, generator=generator) * (last + 1)).int()
-    drawn[..., 0] = 0
-    drawn[..., 1:3] = (last - torch.arange(2)).clamp(min=0)
-    ordered = drawn.sort(-1).values
-    ordered[..., 1:][ordered.diff(dim=-1) == 0] = T  # twice is once
-    ordered = ordered.clamp(max=T).sort(-1).values
-    return torch.where(ordered < config.num_blocks(T), ordered, -1).int()
-
-
-def made_of_tiles(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
+def made_of_tiles(case: Case, lists: torch.Tensor) -> tuple:
     """Forward and backward lists out of the kernels; memory that they leave alone is poisoned beforehand."""
-    lists = parts[0].to(device)
-    if case.packed:
-        width = max(part.shape[-1] for part in parts)
-        parts = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=-1)[0] for part in parts]
-        lists = torch.cat(parts, dim=1).to(device)
     for _ in range(2):
-        poison(device)
-        lists_made = both_lists(case, lists)
-    return lists_made
+        poison(lists.device)
+        both = both_lists(case, lists)
+    return both
 
 
 def both_lists(case: Case, lists: torch.Tensor) -> tuple:
@@ -354,20 +329,17 @@ def both_lists(case: Case, lists: torch.Tensor) -> tuple:
     return forward, backward_lists(lists, T, (case.G * case.Hkv, case.Hkv), longest=case.longest, **static, **rows)
 
 
-def key_tiles(lists: torch.Tensor, T: int, case: Case):
+def key_tiles(case: Case, T: int, listed: torch.Tensor):
     """Counts, and the tiles of keys of each tile of queries, ascending and filled up with 0, in the plainest way."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     N, ratio = -(-T // case.kv_tile), case.block_size // case.kv_tile
-    blocks = torch.zeros(*lists.shape[:3], case.config.num_blocks(T) + 1, dtype=torch.bool)
-    blocks.scatter_(-1, lists.long().remainder(blocks.shape[-1]), True)
-    listed = blocks[..., :-1].repeat_interleave(ratio, -1)[..., :N]
+    listed = listed.transpose(0, 1).unsqueeze(0).repeat_interleave(ratio, -1)[..., :N]
     if case.causal:
-        last = (torch.arange(lists.shape[2]) + 1) * case.q_tile
+        last = (torch.arange(listed.shape[2]) + 1) * case.q_tile
         listed &= torch.arange(N) * case.kv_tile < last[:, None]
-    counts, width = listed.sum(-1, dtype=torch.int32), min(N, lists.shape[-1] * ratio)
-    tiles = torch.arange(N, dtype=torch.int32).where(listed, N).sort(-1).values[..., :width]
-    tiles = tiles.masked_fill(tiles == N, 0)
+    tiles = torch.arange(N, dtype=torch.int32).where(listed, N).sort(-1).values
+    counts, tiles = listed.sum(-1, dtype=torch.int32), tiles.masked_fill(tiles == N, 0)
     return BlockSparseTensorsTorch(counts, tiles, block_size=(case.q_tile, case.kv_tile))
 
 
@@ -415,20 +387,20 @@ def test_block_lists_are_those_of_pytorch(case: Case) -> None:
     from flash_attn.cute.block_lists import transpose_lists
     from flash_attn.cute.lists.backward_plan import plan_backward
 
-    parts = choice(case)
-    forward, backward = (each_tensor(lists, torch.Tensor.cpu) for lists in made_of_tiles(case, parts))
+    listed, lists = choice(case)
+    forward, backward = (each_tensor(of, torch.Tensor.cpu) for of in made_of_tiles(case, lists.cuda()))
     Hq, Hkv = case.G * case.Hkv, case.Hkv
     planned = Hq > Hkv
     assert (backward.plan is not None) == planned
     items = backward.plan[backward.plan[:, 4] > backward.plan[:, 3]] if planned else None
-    numbers = [b for b, T in enumerate(case.lengths) if T] if case.packed else [0, 1]
-    for at, b in enumerate(numbers):
-        T, lists = (case.lengths[b], parts[at]) if case.packed else (case.lengths[0], parts[0][b : b + 1])
-        one = key_tiles(lists, T, case)
+    for b, T in enumerate(case.sequences):
+        if T == 0:
+            continue
+        one = key_tiles(case, T, listed[b])
         assert_rows(case, forward, one.mask_block_cnt[0], one.mask_block_idx[0], b)
         N = -(-T // case.kv_tile)
         tensors = transpose_lists(one, N)
-        sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=lists.shape[2], longest=case.longest)
+        sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=len(listed[b]), longest=case.longest)
         expected = plan_backward(tensors, **sizes)
         rows = int(backward.cu_total_n_blocks[b])
         assert int(backward.cu_total_n_blocks[b + 1]) - rows == N
