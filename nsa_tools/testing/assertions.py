@@ -76,7 +76,7 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor, *, exact: bo
             k_cmp = k_cmp.to(case.dtype).to(k.dtype)
         scale = case.spec.softmax_scale
         if case.index_dim:
-            _assert_index_choice(double, number, block_indices[tiles] if packed else block_indices[number])
+            _assert_index_choice(double, number, block_indices[tiles] if packed else block_indices[number], exact)
             continue
         scores = reference.selection_scores(q, k_cmp, config=config, causal=case.causal, softmax_scale=scale)
         own = reference.select_blocks(scores, config=config, width=width)
@@ -97,14 +97,15 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor, *, exact: bo
         assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
 
 
-def _assert_index_choice(double: Inputs, number: int, given: torch.Tensor) -> None:
+def _assert_index_choice(double: Inputs, number: int, given: torch.Tensor, exact: bool) -> None:
     """`assert_same_choice` for a sequence's choice by an index."""
     case, [*calls] = double.case, Call(**double.tensors(), spec=double.case.spec).sequences()
     q, k, config = calls[number].q_index, calls[number].k_index, case.config
     scores = reference.index_selection(q, k, config=config, softmax_scale=case.spec.index_scale)
     own = reference.select_blocks(scores, config=config, width=given.shape[-1])
     eps = torch.finfo(accumulation_dtype(case.dtype)).eps
-    allowed = torch.full_like(scores.values, 2 * rounding_of_scores(q, k, case.spec.index_scale, eps))
+    error = -1.0 if exact else 2 * rounding_of_scores(q, k, case.spec.index_scale, eps)
+    allowed = torch.full_like(scores.values, error)
     assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
 
 

@@ -113,6 +113,7 @@ def test_kernels_at_length(q_tile: int, T: int, G: int, D: int, dtype: torch.dty
 
 
 by_tile = partial(NSAConfig, q_tile=128)
+by_index = partial(NSAConfig, rule="index", branches=("selected",))
 PACK, SIX = (300, 1, 0, 513, 64, 129), by_tile(block_counts=6)
 DETERMINISTIC = SIX.replace(deterministic=True)
 GATES = ("weight", "given", "none")
@@ -155,12 +156,20 @@ OPTIONS = [
     dict(lengths=(1300, 0, 1, 699), config=SIX.replace(block_size=128)),
     dict(T=2000, config=SIX),
 ]
+OF_INDEX = dict(gate="none", compress_weights=False, index_loss=False, config=by_index())
+OPTIONS += [
+    OF_INDEX | dict(T=1500, Hq=32, Hkv=8, index_dim=32),
+    OF_INDEX | dict(T=1025, Hq=64, Hkv=4, index_dim=16, one_key=True),
+    OF_INDEX | dict(lengths=PACK, config=by_index(block_size=16, init_blocks=0, local_blocks=0), index_dim=64),
+    OF_INDEX | dict(T=9000, config=by_index(block_counts=128), index_dim=32),
+]
 ON_HOPPER = [
     dict(config=DETERMINISTIC),
     dict(config=DETERMINISTIC, lengths=(700, 0, 1, 299)),
     dict(config=DETERMINISTIC, Hkv=4),
     dict(config=DETERMINISTIC.replace(block_size=128), lengths=PACK),
     dict(config=DETERMINISTIC.replace(block_size=256), lengths=(700, 333)),
+    OF_INDEX | dict(T=5000, Hq=8, config=by_index(block_size=128, block_counts=32, deterministic=True), index_dim=128),
 ]
 
 
