@@ -7,6 +7,7 @@ respect to the operator's own inputs finds no path to it, and is zero.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -100,7 +101,15 @@ def apply_here(function: type[torch.autograd.Function], compute: Callable[..., t
             return compute(*args)
 
     with enable_single_level_autograd_function():
-        return apply(compute_below, *args)
+        return _of_one_level(function).apply(compute_below, *args)
+
+
+@lru_cache
+def _of_one_level(function: type[torch.autograd.Function]) -> type:
+    """The class with this one's methods whose apply acts at the current level alone; PyTorch 2.15 has no such apply
+    for Function itself."""
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "setup_context", "backward", "jvp")}
+    return type(function)(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 def is_transformed() -> bool:

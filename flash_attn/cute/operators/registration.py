@@ -84,5 +84,8 @@ def _apply(function: type[torch.autograd.Function], compute: Callable[..., Tenso
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return compute(*args, **static)
 
+    # A class of one level: from PyTorch 2.15 on, Function itself has no apply for the current level alone.
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "setup_context", "backward")}
+    of_one_level = type(function)(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(compute_below, *args)
+        return of_one_level.apply(compute_below, *args)
