@@ -38,7 +38,6 @@ class Helper:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.ordered: set[Signature] = set()
-        self.environment: dict[str, str] = {}
         self.process: subprocess.Popen | None = None
         self.connection: Connection | None = None
 
@@ -46,15 +45,13 @@ class Helper:
         """Have a call's kernels compiled, at its first miss. The call compiles them itself if no process can be."""
         if (jobs := processes()) < 2:
             return
-        environment = _environment(_own_target())
         with self.lock:
             if call in self.ordered:
                 return
             self.ordered.add(call)
             try:
-                if self.process is None or self.process.poll() is not None or self.environment != environment:
-                    self.process, self.connection = _start(environment)
-                    self.environment = environment
+                if self.process is None or self.process.poll() is not None:
+                    self.process, self.connection = _start(_own_target())
                 self.connection.send(((call,), jobs, False))
             except OSError:  # too many processes, too little memory, or it has just ended
                 return
@@ -89,7 +86,7 @@ def compile_calls(calls: Iterable[Signature], *, target: dict[str, str], jobs: i
     Raises:
         RuntimeError: kernels are not kept on disk, or the process that compiles them has ended.
     """
-    process, connection = _start(_environment(target))
+    process, connection = _start(target)
     with process, connection:
         try:
             connection.send((tuple(calls), jobs, True))
@@ -160,14 +157,11 @@ def argument_shapes(
     return shapes | (dict(compress_k_weight=(Hkv, D, D), compress_v_weight=(Hkv, Dv, Dv)) if projected else {})
 
 
-def _environment(target: dict[str, str]) -> dict[str, str]:
-    """That of a helper, which finds modules where this process does, and sees no GPU."""
+def _start(target: dict[str, str]) -> tuple[subprocess.Popen, Connection]:
+    """A helper for an architecture, which finds modules where this process does and sees no GPU; an interrupt is for
+    this process."""
     folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    return os.environ | target | {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def _start(environment: dict[str, str]) -> tuple[subprocess.Popen, Connection]:
-    """A helper, in a session of its own: an interrupt is for this process."""
+    environment = os.environ | target | {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     ours, theirs = Pipe()
     with theirs:
         fd = theirs.fileno()
@@ -178,16 +172,13 @@ def _start(environment: dict[str, str]) -> tuple[subprocess.Popen, Connection]:
 
 def _own_target() -> dict[str, str]:
     """The variables that make a process without a GPU compile for this one's."""
-    from cutlass.base_dsl.dsl import BaseDSL
-
     from flash_attn.cute.runtime.kernel_cache import multiprocessors
 
     arch = device_arch()
     if kernel_family(arch) not in ENVIRONMENT:
         reason = f"no kernels for sm_{arch}" if arch else "no GPU"
         raise NotImplementedError(f"{reason}: set FLASH_ATTENTION_ARCH to one to compile for, such as sm_90")
-    target = ENVIRONMENT[kernel_family(arch)] | {"FLASH_ATTENTION_ARCH": f"sm_{arch}"}
-    if "FLASH_ATTENTION_ARCH" in os.environ:
-        return target | {name: os.environ[name] for name in target if name in os.environ}
-    major, minor, suffix = BaseDSL._get_dsl().get_arch_enum().value
-    return target | {"CUTE_DSL_ARCH": f"sm_{major}{minor}{suffix}", "FLASH_ATTENTION_NUM_SMS": str(multiprocessors())}
+    target = ENVIRONMENT[kernel_family(arch)] | {"FLASH_ATTENTION_ARCH": f"sm_{arch}", "CUTE_DSL_ARCH": f"sm_{arch}a"}
+    if (count := multiprocessors()) is not None:
+        target["FLASH_ATTENTION_NUM_SMS"] = str(count)
+    return target | {name: os.environ[name] for name in target if name in os.environ}

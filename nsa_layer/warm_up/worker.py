@@ -2,8 +2,8 @@
 
 Receives each order over the connection and forks to compile, so that what the compiler imports is imported once. Of
 an order ahead of calls it sends the number of kernels and then each `Kernel`, or the error that prevents all. Of others
-a line on standard error says, after two seconds, how many kernels are compiled. It ends when it had nothing to do for a
-while, or when the process that started it closes the connection or ends, and all that it forked ends with it.
+a line on standard error says how many kernels are compiled. It ends when it had nothing to do for a while, or when the
+process that started it closes the connection or ends, and all that it forked ends with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import select
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +23,6 @@ from nsa_layer.warm_up.lookup import Kernel, compile_kernel, kernel_files
 
 IDLE = 300.0  # seconds without an order before it ends
 PROGRESS = "NSA_COMPILE_PROGRESS"
-PATIENCE = 2.0  # seconds before a line says what is waited for
 # Those that take longest come first: a step waits for the last one.
 SLOW = ("bwd_dq", "nsa_block_topk", "fwd", "bwd_dkdv", "bwd", "nsa_token_topk", "nsa_gated_sum_backward")
 
@@ -48,25 +46,22 @@ def compile_order(calls: Sequence[Signature], jobs: int, ahead: bool, connection
     Args:
         ahead: of the calls: kernels are sent back, and ones in another process are waited for.
     """
-    begin = time.monotonic()
     try:
         kernels = _kernels(calls)
     except Exception as error:
         if ahead:
             return connection.send(error)
         return _say(f"compiling one kernel after the other: {type(error).__name__}: {error}")
-    line = threading.Timer(max(0.0, begin + PATIENCE - time.monotonic()), _say_missing, (kernels,))
-    line.daemon = True
+    missing = sum(not kernel.file.exists() for kernel in kernels)
     if ahead:
         connection.send(len(kernels))
-    elif os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0":
-        line.start()
+    elif missing and os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0":
+        _say(f"compiling {missing} of {len(kernels)} kernels, once per configuration")
     fork = multiprocessing.get_context("fork")
     with fork.Pool(max(1, min(jobs, len(kernels))), partial(_end_with, connection.fileno())) as pool:
         for kernel in pool.imap_unordered(partial(compile_kernel, wait=ahead), kernels):
             if ahead:
                 connection.send(kernel)
-    line.cancel()
 
 
 def _kernels(calls: Sequence[Signature]) -> list[Kernel]:
@@ -78,12 +73,6 @@ def _kernels(calls: Sequence[Signature]) -> list[Kernel]:
         import_compiler()
     ranks = {name: rank for rank, name in enumerate(SLOW)}
     return sorted(kernels.values(), key=lambda kernel: ranks.get(kernel.name.split("/")[0], len(SLOW)))
-
-
-def _say_missing(kernels: list[Kernel]) -> None:
-    missing = sum(not kernel.file.exists() for kernel in kernels)
-    if missing:
-        _say(f"compiling {missing} of {len(kernels)} kernels, once per configuration")
 
 
 def _say(text: str) -> None:

@@ -92,7 +92,8 @@ def shape(args: argparse.Namespace) -> Section:
     sizes = dict(Hq=args.heads, Hkv=args.kv_heads, D=args.head_dim, Dv=args.head_dim_v)
     what = Shape(B=1, T=args.seqlen, **sizes, dtype=getattr(torch, DTYPES[args.dtype]), config=NSAConfig())
     backend, reason = explain_backend(what, support.device_arch())
-    return {"asked": what.describe(), "backend": backend, "reason": reason}
+    asked = f"T={what.T} Hq={what.Hq} Hkv={what.Hkv} D={what.D} Dv={what.Dv} {DTYPES[args.dtype]}"
+    return {"asked": asked, "backend": backend, "reason": reason}
 
 
 def explain_backend(shape: Shape, arch: int) -> tuple[str, str]:

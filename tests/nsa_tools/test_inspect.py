@@ -15,7 +15,7 @@ from nsa_tools.shape import Shape
 def test_it_takes_a_shape_as_the_other_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--heads=16", "--kv-heads=2", "--head-dim=64", "--head-dim-v=128", "--dtype=fp16", "--seqlen=64K"]
     assert inspect.main(shape) == 0
-    assert "T=65,536 Hq=16 Hkv=2 D=64 Dv=128 fp16" in capsys.readouterr().out
+    assert "T=65536 Hq=16 Hkv=2 D=64 Dv=128 float16" in capsys.readouterr().out
     assert inspect.main(["--heads=3"]) == 0
     assert "3 query heads are no multiple of 8 key/value heads" in capsys.readouterr().out
 
