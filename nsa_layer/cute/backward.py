@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
@@ -44,7 +42,6 @@ def backward(
     o: Tensor | None = None,
     dq: Tensor | None = None,
     window: slice | None = None,
-    together: bool = True,
     d_sums: None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the differentiable call, from what `forward.forward` gave.
@@ -54,11 +51,10 @@ def backward(
         dq: written, if not None.
         window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
             as None.
-        together: as in forward.
         d_sums: None: the kernels have no loss of an index.
     """
     (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
-    with compiling(call, plan, backward=True) if together else nullcontext():
+    with compiling(call, plan, backward=True):
         if call.one_branch:
             if call.block_indices is None:
                 call = call._replace(block_indices=saved.block_indices)

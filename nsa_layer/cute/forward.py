@@ -70,7 +70,6 @@ def forward(
     o: Tensor | None = None,
     pages: Pages | None = None,
     side_stream: SideStream | None = None,
-    together: bool = True,
 ) -> tuple[Tensor, Saved]:
     """o [..., Hq, Dv], and what backward needs of all heads; lists of the caller's are left out.
 
@@ -78,12 +77,11 @@ def forward(
         backward: there will be one.
         o: written, if not None.
         side_stream: of the window's attention; joined before its output is read. None: all on the current one.
-        together: kernels that are missing are compiled side by side, before the first is launched.
     """
     (call, varlen), spec = as_kernels_read(call), call.spec
     if pages is not None:
         varlen = varlen._replace(longest_k=pages.capacity)
-    with compiling(call, plan, backward=backward) if together else nullcontext():
+    with compiling(call, plan, backward=backward):
         if call.one_branch:
             lists = None
             if call.block_indices is None:

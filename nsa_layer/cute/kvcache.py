@@ -314,10 +314,9 @@ def _each(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
 def infer(
     call: Call, memory: MemoryPolicy, pages: Pages | None, side_stream: SideStream | None
 ) -> tuple[Tensor, Saved]:
-    """Forward without a backward; kernels that are missing have been asked for by the caller."""
+    """Forward without a backward."""
     sizes = Sizes.of(call, needs_grad=False)
     if pages is not None:
         sizes = sizes._replace(longest=pages.capacity)
     plan = plan_memory(sizes, memory, call.q.device)
-    more = dict(pages=pages, side_stream=side_stream, together=False)
-    return forward(call, plan=plan, backward=False, **more)
+    return forward(call, plan=plan, backward=False, pages=pages, side_stream=side_stream)

@@ -146,16 +146,17 @@ def make_call(call: Signature) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from flash_attn.cute.runtime import kernel_cache
     from nsa_layer.cute import kvcache, pages
 
-    with FakeTensorMode(), OnMeta(), torch.no_grad():
+    with kernel_cache.at_first_miss(lambda: None), FakeTensorMode(), OnMeta(), torch.no_grad():
         tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
         made = Call.of(tensors)._replace(spec=call.spec)
         if call.plan is None:
             kvcache.step(made, memory=MemoryPolicy(budget=sys.maxsize))
             return
         groups = {end - first: (first, end) for first, end in call.plan.groups}
-        how = dict(plan=replace(call.plan, groups=tuple(groups.values())), together=False)
-        o, saved = pages.forward(made, backward=call.backward, **how)
+        plan = replace(call.plan, groups=tuple(groups.values()))
+        o, saved = pages.forward(made, plan=plan, backward=call.backward)
         if call.backward:
-            pages.backward(made, saved, torch.empty_like(o), o=o, **how)
+            pages.backward(made, saved, torch.empty_like(o), plan=plan, o=o)

@@ -261,3 +261,14 @@ def test_of_processes_that_want_the_same_kernel_one_compiles_it(tmp_path: Path) 
     written = kernel.stat().st_mtime_ns
     assert last_line(start(CALL, tmp_path, **target)) == found
     assert kernel.stat().st_mtime_ns == written and [*tmp_path.rglob("*.o")] == [kernel]
+
+
+def test_the_outermost_call_alone_hears_of_a_miss(tmp_path: Path) -> None:
+    heard: list[str] = []
+    for _ in range(2):
+        with kernel_cache.at_first_miss(lambda: heard.append("outer")):
+            for name in "ab":
+                with kernel_cache.at_first_miss(lambda: heard.append("inner")):
+                    kernel_cache.others_left(tmp_path / name, lambda: False)
+    kernel_cache.TURNS.end()
+    assert heard == ["outer", "outer"]

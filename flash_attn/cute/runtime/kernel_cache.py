@@ -167,12 +167,16 @@ _MISSED = threading.local()
 
 @contextmanager
 def at_first_miss(act: Callable[[], None]) -> Iterator[None]:
-    """Within, ``act`` is called when this thread asks for a kernel that is not kept, once."""
-    _MISSED.act = act
+    """Within, ``act`` is called when this thread asks for a kernel that is not kept, once; one inside another does
+    nothing."""
+    if getattr(_MISSED, "within", False):
+        yield
+        return
+    _MISSED.act, _MISSED.within = act, True
     try:
         yield
     finally:
-        _MISSED.act = None
+        _MISSED.act, _MISSED.within = None, False
 
 
 def others_left(path: Path, load: Callable[..., Optional[bool]], *arguments: Any) -> bool:

@@ -24,14 +24,16 @@ LAYERS = {name: replace(case, dtype=torch.bfloat16, gate="none", index_loss=Fals
 
 def traced_layer(name: str) -> list[tuple[int, ...]]:
     """In a worker: shapes of the output, the lists and the gradients that the kernels give."""
+    from flash_attn.cute.runtime.kernel_cache import at_first_miss
     from nsa_layer.cute.memory_plan import MemoryPlan
     from nsa_layer.cute.pages import backward, forward
 
     inputs, case = faked(lambda: make_inputs(LAYERS[name])), LAYERS[name]
     call = Call(**inputs.tensors(), cu_seqlens=inputs.cu_seqlens, spec=case.spec)
-    how = dict(plan=MemoryPlan(((0, case.Hkv),), (False,) * 3), together=False)
-    o, saved = forward(call, **how)
-    grads = backward(call, saved, torch.empty_like(o), o=o, **how)
+    plan = MemoryPlan(((0, case.Hkv),), (False,) * 3)
+    with at_first_miss(lambda: None):
+        o, saved = forward(call, plan=plan)
+        grads = backward(call, saved, torch.empty_like(o), o=o, plan=plan)
     return [tuple(x.shape) for x in (o, saved.block_indices, *grads) if x is not None]
 
 
