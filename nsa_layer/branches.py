@@ -110,6 +110,11 @@ class Branches(nn.Module):
             raise RuntimeError(NO_GRAPH)
         return self._index_loss
 
+    def _keep_loss(self, loss: torch.Tensor | None) -> None:
+        """Let ``index_loss`` be that of this forward; graphs look at the one before only where there is none now."""
+        if loss is not None or self._index_loss is not None:
+            self._index_loss = loss
+
     def __getstate__(self) -> dict[str, Any]:
         """All but the loss, which is of a graph: copies and files have none."""
         return {name: value for name, value in vars(self).items() if name != "_index_loss"}

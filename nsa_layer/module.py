@@ -201,7 +201,6 @@ class NSAttention(Branches):
             compared = dict(x=x, cu_seqlens=cu_seqlens, config=self.config, cache=cache is not None)
             check_same_on_all_ranks(self.cp, [check], **compared)
         check()
-        self._index_loss = None
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens, causal, return_aux)
         if positions is not None:
@@ -225,6 +224,7 @@ class NSAttention(Branches):
                 kv["sources"] = kv.pop("k_cmp"), kv.pop("v_cmp")
             kv |= self.compress_weights() if inside else dict(compress=partial(compress_blocks, self.compressors()))
             packing = dict(cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, backend=self.backend)
+            self._keep_loss(None)
             return self.o_proj(cache.attend(q, **gates, **kv, **packing).flatten(-2))
         sources = kv.get("k_cmp", kv["k"]), kv.get("v_cmp", kv["v"])
         kv |= self.compress_weights() if inside else self._compressed(q, *sources, cu_seqlens)
@@ -232,8 +232,7 @@ class NSAttention(Branches):
         packing, with_loss = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen), self.training and "q_index" in kv
         results = nsa(q, **gates, **kv, **static, **packing, return_aux=return_aux, return_index_loss=with_loss)
         o, *more = results if isinstance(results, tuple) else (results,)
-        if with_loss:
-            self._index_loss = more.pop()
+        self._keep_loss(more.pop() if with_loss else None)
         o = self.o_proj(o.flatten(-2))
         return (o, *more) if return_aux else o
 

@@ -12,6 +12,7 @@ import torch
 from hf_cases import CLOSE, CONFIG, MARKS, dense, padded, positions, tokens
 from layer_calls import starts_of
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -136,7 +137,10 @@ def behind_checkpoint(made: NSAttention, x: Tensor) -> Tensor:
 
 def compiled(made: NSAttention, x: Tensor) -> Tensor:
     torch._dynamo.reset()
-    loss = torch.compile(lambda x: made(x).square().mean() + index_loss(made), fullgraph=True, backend="aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
+    loss = torch.compile(lambda x: made(x).square().mean() + index_loss(made), fullgraph=True, backend=counter)
+    loss(x)
+    assert torch.equal(loss(x), loss(x)) and counter.frame_count == 1
     return loss(x)
 
 
@@ -335,14 +339,17 @@ def test_generation_computes_no_loss() -> None:
 
 
 def test_what_an_index_does_not_fit_is_an_error() -> None:
-    llama, ids = dense(), tokens(1, 20)
+    llama, other, ids = dense(), dense(), tokens(1, 20)
     model = convert_to_nsa(llama, INDEX)
+    other.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(16, 32, dtype=torch.int8), False)
     for error, message, call in (
         (ValueError, "nsa_index_dim must be even and at most the head dimension 8, got 3",
          lambda: convert_to_nsa(llama, INDEX, index_dim=3)),
         (ValueError, "nsa_index_dim must be even and at most the head dimension 8, got 16",
          lambda: convert_to_nsa(llama, INDEX, index_dim=16)),
         (ValueError, "index_dim is for rule='index', got 4", lambda: convert_to_nsa(llama, CONFIG, index_dim=4)),
+        (NotImplementedError, "an index starts from k_proj, which has no weight of floating point",
+         lambda: convert_to_nsa(other, INDEX)),
         (ValueError, "rule='index' needs causal=True", lambda: layer()(inputs(1, 9), causal=False)),
         (NotImplementedError, "an index with a cache of transformers' own: use NSAModelCache",
          lambda: model.generate(ids, **{CACHE: DynamicCache()}, max_new_tokens=3)),

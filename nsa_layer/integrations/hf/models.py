@@ -105,7 +105,8 @@ class NSABranches(Branches):
         arguments |= self.gates_of(x) | self.compress_weights() | self.index_of(x, turn)
         if self.training and self.q_index is not None and options.get("nsa_cache") is None:
             arguments["return_index_loss"] = True
-        o, self._index_loss = nsa_attention_forward(layer, q, k, v, mask, nsa_options=arguments, **options)
+        o, loss = nsa_attention_forward(layer, q, k, v, mask, nsa_options=arguments, **options)
+        self._keep_loss(loss)
         return o
 
 
