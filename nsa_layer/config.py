@@ -177,8 +177,13 @@ class NSAConfig:
 
     def list_width(self, T: int) -> int:
         """Width of the lists of T tokens: ``block_counts``, at most all blocks."""
-        count = self.num_blocks(T)
-        return min(count, self.block_counts) if isinstance(count, int) else torch.sym_min(count, self.block_counts)
+        count, most = self.num_blocks(T), self.block_counts
+        if isinstance(count, int):
+            return min(count, most)
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # of graphs alone: it imports sympy
+
+        # A number where all lengths of the graph have so many blocks: PyTorch 2.15 cannot do without it.
+        return most if statically_known_true(count >= most) else torch.sym_min(count, most)
 
     def replace(self, **changes: object) -> NSAConfig:
         """A copy with some fields changed; TypeError or ValueError as for the class."""
