@@ -207,7 +207,7 @@ def selected_attention(
 
 
 def _check_options(call: Call, *, backend: str | None, memory: MemoryPolicy = MemoryPolicy(), **flags: object) -> None:
-    """Checks beside those of the tensors and what they are computed by."""
+    """Checks of arguments that do not change what is computed."""
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
     require_bools(**flags)

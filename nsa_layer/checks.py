@@ -237,11 +237,13 @@ def check_selected(
     else:
         q_tile = tile_of_lists(count, q.shape[1:2])
     read = validate or q_tile is None or torch.compiler.is_compiling() or lengths_known(backend, q, starts, starts_k)
-    if q_tile is None:
-        q_tile = tile_of_lists(count, check_lengths(starts, q, "cu_seqlens", "q") or q.shape[:1])
-    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
+    config = ListConfig(block_size=block_size, window_size=0, deterministic=deterministic)
     spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=True, alone=True)
     call = with_lengths(call._replace(spec=spec), read=read)
+    if q_tile is None:
+        q_tile = tile_of_lists(count, call.spec.lengths or q.shape[:1])
+    if q_tile > 1:
+        call = call._replace(spec=replace(call.spec, config=config.replace(q_tile=q_tile)))
     if starts_k is not None and starts_k.shape != starts.shape:
         raise ValueError(f"cu_seqlens_k must have cu_seqlens's {call.B} sequences, got {len(starts_k) - 1}")
     check_lists(call)
@@ -301,18 +303,18 @@ def require_published(config: NSAConfig, asked: str) -> None:
         )
 
 
-def check_exclusive(given: Any) -> None:
+def check_exclusive(call: Any) -> None:
     """Raise ValueError where two arguments of a call say the same."""
     for one, other in (("gate_weight", "gates"), ("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
-        if getattr(given, one) is not None and getattr(given, other) is not None:
+        if getattr(call, one) is not None and getattr(call, other) is not None:
             raise ValueError(f"{one} and {other} exclude each other, got both; pass one or neither")
 
 
 def lengths_known(backend: str | None, q: torch.Tensor, *starts: torch.Tensor | None) -> bool:
     """False if packed sequences' starts are on a GPU, where the kernels alone read them; the host reads others."""
-    given = [x for x in starts if x is not None]
+    present = [x for x in starts if x is not None]
     kernels = backend == "cute" or (backend is None and support.has_kernels(q))
-    return not (given and kernels and all(map(is_on_gpu, given)))
+    return not (present and kernels and all(map(is_on_gpu, present)))
 
 
 def is_on_gpu(starts: object) -> bool:

@@ -25,11 +25,14 @@ def attend(
     static: dict[str, Any],
     options: dict[str, Any],
 ) -> Any:
-    """`nsa` or `selected_attention`, which is passed in, of a rank's tokens.
+    """`nsa` or `selected_attention` of a rank's tokens.
 
     Args:
-        static: its arguments that say what is computed.
-        options: the others.
+        function: one of the two.
+        call: this rank's tensors.
+        check_options: checks `options`.
+        static: the function's arguments that say what is computed.
+        options: its other arguments.
 
     Raises:
         TypeError, ValueError, RuntimeError: as of `check_same_on_all_ranks` and `check_shard`.
@@ -40,8 +43,8 @@ def attend(
     if isinstance(config, NSAConfig):
         require_published(config, "cp")
     check = partial(check_shard, call, cp, **static)
-    given = call.arguments() | static | options
-    check_same_on_all_ranks(cp, [check_options, check], ragged=() if alone else RAGGED, **given)
+    arguments = call.arguments() | static | options
+    check_same_on_all_ranks(cp, [check_options, check], ragged=() if alone else RAGGED, **arguments)
     check_options()
     backend, more = options["backend"], options["return_lse" if alone else "return_aux"]
     better = not alone and backend != "reference" and gather.is_better(cp, call, config)

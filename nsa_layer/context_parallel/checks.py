@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 CAPACITY = 1024
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
-# What the rows of a tensor are; those of tiles of one query are tokens.
+# What the rows of a tensor are; a tile of one query is a token.
 KINDS = dict.fromkeys(("q", "k", "v", "gates", "k_win", "v_win"), TOKENS)
 KINDS |= dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=TILES)
 # Descriptions that all ranks of a group had: an equal call of tensors on a GPU is not compared again.
@@ -75,7 +75,7 @@ def check_same_on_all_ranks(
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         if known:
             return
-        raise RuntimeError("a call with these shapes is captured in a CUDA graph before it was made once")
+        raise RuntimeError("CUDA graph capture: run a call with these shapes once before capturing it")
     wrong, starts = None, arguments.get("cu_seqlens")
     try:
         for check in checks:
@@ -163,7 +163,7 @@ def check_shard(
 def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -> ListConfig:
     """Options of `selected_attention`: the number of lists tells how many queries of a chunk share one."""
     if call.q_offset is not None or call.cu_seqlens_k is not None:
-        raise ValueError("cp: queries are those of all keys; cu_seqlens_k and q_offset must be None")
+        raise ValueError("cu_seqlens_k and q_offset must be None with cp, where queries have the positions of keys")
     lists, local = call.block_indices, call.q.shape[-3]
     check_kind_of_lists(lists, call.q)
     count = lists.shape[-3] if lists.dim() == call.q.dim() else local

@@ -66,8 +66,8 @@ def attend(
             f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"
         )
     if call.has_own_window:
-        window = (x if own is not None else x.view_as(x) for x, own in zip(call.of_window, call[9:11]))
-        call = call._replace(**dict(zip(WINDOW, window)))
+        window = zip(WINDOW, call.of_window)  # both, of which one may be k or v
+        call = call._replace(**{name: x.view_as(x) if getattr(call, name) is None else x for name, x in window})
     starts = None
     if packed:  # read when the call runs: a copy, since the caller may refill its own
         starts = starts_of_lengths(spec.lengths) if spec.lengths else call.cu_seqlens.to("cpu", copy=True)
@@ -95,8 +95,8 @@ def kept_of_shard(
     if dispatcher_sees(call.q):
         return kept_in_graphs(memory, call.needs_grad)
     rows = dict(q=queries, k=total, v=total, block_indices=queries)
-    own = {name: x for name in rows if (x := getattr(call, name)) is not None}
-    whole = {name: resized(x, rows[name], x.shape[-2] // ranks) for name, x in own.items()}
+    tensors = {name: x for name in rows if (x := getattr(call, name)) is not None}
+    whole = {name: resized(x, rows[name], x.shape[-2] // ranks) for name, x in tensors.items()}
     sizes = Sizes.of(call._replace(**whole), needs_grad=call.needs_grad)
     return plan_memory(sizes, memory, call.q.device).kept
 

@@ -58,7 +58,7 @@ class GatherLoop:
         # The same on every rank, unlike the groups of a memory plan.
         self.steps, self.G = head_steps(k.shape[-2], self.tokens.total), q.shape[-2] // k.shape[-2]
         self.ahead = int(self.tokens.total < OVERLAP_BELOW * (cp.size - 1))  # exchanges run beside attention
-        # Of each tensor that is gathered its rows, and those that each rank's shards read.
+        # Rows of each tensor that is gathered, and the ranges that each rank's shards read.
         self.layouts = {}
         for name in GATHERED:
             if getattr(call, name) is not None:
@@ -108,16 +108,16 @@ class GatherLoop:
                 at, of_q = (step * len(self.shards) + i) * FIELDS, of_rank["q"]
                 of_shard = Saved(*map(fitted, saved[at : at + FIELDS], saved_shapes(call, kept=self.kept)))
                 dq = grads["q"][of_q]
-                into = dict(plan=self._plan(step), o=None if o is None else o[of_q], dq=dq, window=rows)
-                ds = pages.backward(call, of_shard, do[of_q], **into)
+                options = dict(plan=self._plan(step), o=None if o is None else o[of_q], dq=dq, window=rows)
+                ds = pages.backward(call, of_shard, do[of_q], **options)
                 if ds[0] is not dq:
                     dq.copy_(ds[0])
                 for name, d in zip(DIFFERENTIABLE[1:], ds[1:]):
                     if name in keys:
                         d_keys[step][name].insert(0, d)
                     elif name in grads:
-                        own = grads[name][of_rank[name]]
-                        own.add_(d) if name in WEIGHTS else own.copy_(d)
+                        into = grads[name][of_rank[name]]
+                        into.add_(d) if name in WEIGHTS else into.copy_(d)
                 del ds, d
             del keys, call
         return tuple(None if x is None else grads[name].to(x.dtype) for name, x in zip(DIFFERENTIABLE, self.call))
@@ -161,7 +161,7 @@ class GatherLoop:
     def _start(
         self, step: int, d_keys: dict[str, list[Tensor]], grads: dict[str, Tensor] | None
     ) -> tuple[Exchange, dict[str, Sequence[Tensor]]]:
-        """Start to gather a step's tensors, if there is such a step, and to sum those of `d_keys`."""
+        """Start to gather a step's tensors, if there is such a step, and to sum the gradients `d_keys`."""
         exchange, keys = Exchange(kernels=self.spec.backend == "cute"), {}
 
         def heads(x: Tensor, step: int) -> Tensor:

@@ -27,24 +27,24 @@ Tensor = torch.Tensor
 def attend(
     function: Callable[..., Any], cp: ContextParallel, call: Call, layouts: dict[str, ShardLayout]
 ) -> Tensor | tuple[Tensor, Aux | Tensor]:
-    """A function of all rows of some heads, called for a few of this rank's heads at a time.
+    """All-to-all from tokens to heads, a call of all tokens of a few heads, all-to-all back; some heads at a time.
 
     Args:
-        function: takes tensors by name, and returns o, or a pair of o and `Aux` or the log-sum-exp. A rank's gradients
-            of weights are those of its heads.
+        function: called with tensors by name; returns o, or a pair of o and `Aux` or the log-sum-exp. Weights get
+            gradients of this rank's heads alone.
         call: this rank's rows [B, n, H, ...], packed [n, H, ...]; weights [H, ...] are the same on every rank.
         layouts: of each kind of rows.
 
     Returns:
-        This rank's rows of all heads of what the function returns.
+        What the function returns, of this rank's rows and all heads.
     """
-    packed, given, in_graph = call.packed, call.arguments(), dispatcher_sees(call.q)
-    rows = {name: x[None] if packed else x for name, x in given.items() if name in KINDS and x is not None}
-    steps, own = step_sizes(call, layouts[TOKENS], cp), call.k.shape[-2] // cp.size
+    packed, in_graph, steps = call.packed, dispatcher_sees(call.q), step_sizes(call, layouts[TOKENS], cp)
+    tensors = {name: x for name, x in call.arguments().items() if x is not None}
+    rows = {name: x[None] if packed else x for name, x in tensors.items() if name in KINDS}
 
     def sizes(count: int) -> list[int]:
         """Each step's part of a rank's heads, of a tensor of `count` heads in all."""
-        return [size * count // cp.size // own for size in steps]
+        return [size * count // call.k.shape[-2] for size in steps]
 
     def split(x: Tensor) -> Sequence[Tensor]:
         """[B, n, H, ...] by step, each [B, n, R, h, ...]."""
@@ -66,8 +66,8 @@ def attend(
         return partial(exchange, *arguments) if in_graph else start_exchange(*arguments)
 
     parts = {name: split(x) for name, x in rows.items()}
-    weights = {name: given[name] for name in WEIGHTS if given[name] is not None}
-    weights = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
+    weights = {name: tensors[name].unflatten(0, (cp.size, -1))[cp.rank] for name in WEIGHTS if name in tensors}
+    weights = {name: w.split(sizes(len(w) * cp.size)) for name, w in weights.items()}
     # Backward goes in the opposite order, so that there, too, exchanges start before the attention beside them.
     started, answers = [], []
     for step in range(len(steps) + 1):
@@ -99,10 +99,10 @@ def _by_rows(outputs: Any) -> dict[str, Tensor]:
 
 def step_sizes(call: Call, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
     """Key/value heads of each call that a rank makes: some at a time in long calls on a GPU, outside graphs."""
-    own = call.k.shape[-2] // cp.size
+    heads = call.k.shape[-2] // cp.size
     if not call.q.is_cuda or dispatcher_sees(call.q):
-        return [own]
-    return [end - first for first, end in head_steps(own, tokens.total)]
+        return [heads]
+    return [end - first for first, end in head_steps(heads, tokens.total)]
 
 
 def memory_of_steps(call: Call, tokens: ShardLayout, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:

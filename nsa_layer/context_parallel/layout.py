@@ -20,7 +20,7 @@ from nsa_layer.cute.memory_plan import split_heads
 Tensor = torch.Tensor
 TILE = 128  # keys of a kernel's tile, or a multiple
 STEPS_FROM = 1 << 16  # tokens of all ranks from which on heads are exchanged a few at a time
-# Tokens times key/value heads of a step, at most: a rank then takes as much memory as one GPU for a rank's tokens.
+# Tokens times key/value heads of a step, at most: a rank then needs as much memory as one GPU for a rank's tokens.
 STEP_TOKENS = 3 << 20
 BlockRange = tuple[slice, tuple[int, ...], int]  # tokens, how many of each sequence, blocks
 
@@ -80,10 +80,10 @@ class ShardLayout(NamedTuple):
             for chunk in of_rank:
                 chunks.append((holder, starts[chunk], starts[chunk + 1], first))
                 first += self.counts[chunk]
-        own = [chunk for chunk in chunks if chunk[0] == cp.rank]
+        local_chunks = [chunk for chunk in chunks if chunk[0] == cp.rank]
         for reader, of_rank in enumerate(self.read):
             for i, rows in enumerate(of_rank):
-                for holder, begin, end, first in chunks if reader == cp.rank else own:
+                for holder, begin, end, first in chunks if reader == cp.rank else local_chunks:
                     start, stop = max(rows.start, begin), min(rows.stop, end)
                     if start < stop:
                         local = slice(first + start - begin, first + stop - begin)

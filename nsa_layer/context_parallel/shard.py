@@ -18,7 +18,7 @@ def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tor
     """This rank's part of a tensor that every rank holds whole: inputs, labels, positions.
 
     Of R ranks rank r gets chunk r of R, with "zigzag" chunks r and 2R - 1 - r of 2R, in this order. Only tokens count:
-    a pack is cut as one row, wherever its sequences start. Labels, which are of the next tokens, are made before.
+    a pack is cut as one row, wherever its sequences start. Labels, which are of the next tokens, are shifted before.
 
     Args:
         x: [.., T, ..] of any dtype; R divides T, 2R with "zigzag".
@@ -36,8 +36,8 @@ def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tor
         asked = f"{cp.size} ranks" if cp.load_balance is None else f"twice {cp.size} ranks, for load_balance='zigzag'"
         raise ValueError(f"x must have a multiple of {asked} in dimension {dim}, got shape {tuple(x.shape)}")
     chunks = x.split(x.shape[dim] // cp.num_chunks, dim)
-    own = [chunks[number] for number in cp.chunks]
-    return own[0] if len(own) == 1 else torch.cat(own, dim)
+    local = [chunks[number] for number in cp.chunks]
+    return local[0] if len(local) == 1 else torch.cat(local, dim)
 
 
 def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> torch.Tensor:

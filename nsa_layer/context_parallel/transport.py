@@ -1,6 +1,6 @@
 """Exchanges between ranks: point-to-point messages of rows, all tensors of an exchange in one launch.
 
-Graphs have them in operators, which send the same messages when they run: `exchange` here, and those of `gather`.
+In graphs they are inside operators, which send the same messages: `exchange` here, `gather` and its backward.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ class Exchange:
         """All rows x [B, N, h, ...] of this rank's heads -> this rank's rows of all heads, [B, n, R, h, ...]."""
         size, rank = layout.cp.size, layout.cp.rank
         buffer = x.new_empty((size, len(x), layout.local, *x.shape[2:]))
-        for local, own in self._scatter([x], layout, into=buffer):
-            copy(buffer[rank, :, local], own)
+        for local, part in self._scatter([x], layout, into=buffer):
+            copy(buffer[rank, :, local], part)
         return buffer.movedim(0, 2)
 
     def _gather(self, xs: Sequence[Tensor], layout: ShardLayout, *, in_place: bool = False) -> Tensor:
-        """The rows that this rank reads, of those that each rank has for it.
+        """The rows that this rank reads.
 
         Args:
-            xs: this rank's rows for each rank.
-            in_place: what is sent is in the result too.
+            xs: this rank's rows, as each rank reads them.
+            in_place: every rank reads all rows: send what is in the result.
         """
         rank = layout.cp.rank
         whole = xs[0].new_empty((len(xs[0]), sum(layout.sizes), *xs[0].shape[2:]))
@@ -94,10 +94,11 @@ class Exchange:
         return whole
 
     def _scatter(self, xs: Sequence[Tensor], layout: ShardLayout, into: Tensor | None = None) -> Addends:
-        """This rank's rows of what all ranks have for the ranges that they read.
+        """This rank's rows, from every rank that reads them.
 
         Args:
-            into: [R, B, n, ...] takes the other ranks' rows, which are not returned then.
+            xs: of each range that this rank reads.
+            into: [R, B, n, ...]: other ranks' rows are written there, and not returned.
         """
         xs, rank, received = [contiguous(x) for x in xs], layout.cp.rank, []
         for reader, i, rows, holder, local in layout.pieces():
@@ -140,7 +141,7 @@ def exchange(way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> 
 
     Args:
         way: the method's name.
-        layouts: of each tensor; ranges are those of one tensor alone.
+        layouts: of each tensor; with ranges of one tensor alone.
     """
     return Linear.apply(partial(_by_operator, way, layouts), partial(_by_operator, INVERSE[way], layouts), *xs)
 

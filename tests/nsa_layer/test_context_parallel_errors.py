@@ -176,7 +176,7 @@ def test_known_calls_are_compared_to_validate_them(group: Any) -> None:
         for name in ("is_available", "is_current_stream_capturing"):
             patch.setattr(torch.cuda, name, lambda: True)
         check_same_on_all_ranks(cp, [wrong], x=x, validate=True)
-        with pytest.raises(RuntimeError, match="captured in a CUDA graph before"):
+        with pytest.raises(RuntimeError, match="CUDA graph capture: run a call"):
             check_same_on_all_ranks(cp, [wrong], x=x[:1], validate=True)
 
 

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuzz.oracle import dense
 from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected_attention, support
-from nsa_layer.checks import Q_TILES, tile_of_lists, tile_of_packed_lists
+from nsa_layer.call import Call
+from nsa_layer.checks import Q_TILES, check_selected, tile_of_lists, tile_of_packed_lists
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing import cases
 from nsa_tools.testing.cases import make_inputs, run
@@ -178,6 +179,17 @@ def test_the_number_of_lists_tells_the_tile_of_packed_sequences() -> None:
             assert got in (tile_of_lists(count, lengths), None), (lengths, tile)
             told += got is not None
     assert told >= len(Q_TILES), "whole sequences are much longer than tiles"
+
+
+@pytest.mark.parametrize("lists, tile", [(12, 1), (6, 4)])  # of queries, or of tiles that the lengths tell
+def test_starts_are_read_once(lists: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at those on a GPU waits for it."""
+    looks, look = [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: looks.append(x) or look(x))
+    q, k, starts = torch.zeros(12, 2, 8), torch.zeros(12, 1, 8), starts_of((1, 1, 1, 1, 8))
+    call = Call(q, k, k, cu_seqlens=starts, block_indices=torch.zeros(lists, 1, 1, dtype=torch.int32))
+    static = dict(block_size=8, softmax_scale=None, causal=True, deterministic=False)
+    assert check_selected(call, **static).config.q_tile == tile and len(looks) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
