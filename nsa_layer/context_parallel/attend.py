@@ -13,7 +13,9 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, check_same_on_all_ranks, check_shard
 from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.operators.registration import dispatcher_sees
 
+LONG = 1 << 18  # tokens of all ranks from which on "gather" was measured to be faster than "heads"
 RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks have the rows whose first tokens they have
 
 
@@ -47,8 +49,7 @@ def attend(
     check_same_on_all_ranks(cp, [check_options, check], ragged=() if alone else RAGGED, **arguments)
     check_options()
     backend, more = options["backend"], options["return_lse" if alone else "return_aux"]
-    better = not alone and backend != "reference" and gather.is_better(cp, call, config)
-    gathers = cp.mode_of(call.k.shape[-2], gather=better) == "gather"
+    gathers = cp.mode == "gather" or cp.mode == "auto" and auto_gathers(cp, call, config, backend)
     # Chunks hold blocks and tiles by length.
     by_length = call.k_cmp is not None or call.v_cmp is not None or (not alone and config.q_tile > 1)
     on_gpu = call.q.is_cuda and getattr(call.cu_seqlens, "is_cuda", False)
@@ -66,3 +67,23 @@ def attend(
     if not alone:
         options = options | dict(memory=heads.memory_of_steps(call, layouts[TOKENS], cp, options["memory"]))
     return heads.attend(partial(function, **static, **options), cp, call, layouts)
+
+
+def auto_gathers(cp: ContextParallel, call: Call, config: NSAConfig | None, backend: str | None) -> bool:
+    """True if mode "auto" is "gather": where the ranks do not divide the key/value heads, and, outside of graphs, in
+    long calls of `nsa` of which "gather" sends less.
+
+    Each of R ranks sends a share of (R - 1) / R: with "heads" of q, k, v, o and their gradients of its own tokens, with
+    "gather" of k and v of all tokens, twice, and of their gradients once.
+
+    Args:
+        config: None for `selected_attention`.
+    """
+    q, starts, (Hq, Hkv) = call.q, call.cu_seqlens, (x.shape[-2] for x in call[:2])
+    if Hkv % cp.size:
+        return True
+    if config is None or not config.by_token or backend == "reference":
+        return False
+    if dispatcher_sees(q) or (starts is not None and starts.is_cuda):
+        return False
+    return q.shape[-3] * cp.size >= LONG and 3 * Hkv * cp.size < 2 * (Hq + Hkv)

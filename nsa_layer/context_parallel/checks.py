@@ -120,8 +120,9 @@ def check_shard(
     (q, k, v), starts, alone = call[:3], call.cu_seqlens, "block_size" in static
     packed = starts is not None
     check_qkv(q, k, v, packed=packed)
-    cp.mode_of(k.shape[-2])
-    local = q.shape[-3]
+    local, heads = q.shape[-3], k.shape[-2]
+    if cp.mode == "heads" and heads % cp.size:
+        raise ValueError(f"cp: mode='heads' needs ranks that divide the {heads} key/value heads, got {cp.size}")
     if local % len(cp.chunks):
         raise ValueError(f"q must have an even number of tokens on a rank, for load_balance='zigzag', got {local}")
     layouts = {TOKENS: ShardLayout.of_tokens(cp, local)}

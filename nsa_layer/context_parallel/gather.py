@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from nsa_layer import autocast
 from nsa_layer.call import DIFFERENTIABLE, LSES, TENSORS, Aux, Call, Saved, require_choice_by_token
 from nsa_layer.checks import starts_of_lengths
-from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW, GatherLoop
 from nsa_layer.context_parallel.layout import resized
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -27,20 +26,6 @@ from nsa_layer.operators.registration import OPS, as_output, differentiate, disp
 from nsa_layer.saved_shapes import fitted
 
 Tensor = torch.Tensor
-LONG = 1 << 18  # tokens of all ranks from which on this mode was measured to be faster than "heads"
-
-
-def is_better(cp: ContextParallel, call: Call, config: NSAConfig) -> bool:
-    """True if this mode is better than "heads", where both fit: outside graphs, in long calls of which it sends less.
-
-    Each of R ranks sends a share of (R - 1) / R: with "heads" of q, k, v, o and their gradients of its own tokens, with
-    "gather" of k and v of all tokens, twice, and of their gradients once.
-    """
-    (q, k), starts = call[:2], call.cu_seqlens
-    if dispatcher_sees(q) or not config.by_token or (starts is not None and starts.is_cuda):
-        return False
-    Hq, Hkv = q.shape[-2], k.shape[-2]
-    return q.shape[-3] * cp.size >= LONG and 3 * Hkv * cp.size < 2 * (Hq + Hkv)
 
 
 def attend(

@@ -76,18 +76,6 @@ class ContextParallel:
         size = local // len(self.chunks)
         return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in self.chunks])
 
-    def mode_of(self, heads: int, *, gather: bool = False) -> str:
-        """ "heads" or "gather" for a call with this number of key/value heads; ValueError where the mode does not fit.
-
-        Args:
-            gather: "auto" takes "gather" where both fit.
-        """
-        if self.mode == "heads" and heads % self.size:
-            raise ValueError(f"cp: mode='heads' needs ranks that divide the {heads} key/value heads, got {self.size}")
-        if self.mode == "auto":
-            return "gather" if gather or heads % self.size else "heads"
-        return self.mode
-
 
 def rank_chunks(size: int, load_balance: str | None) -> list[tuple[int, ...]]:
     """Chunks of each rank, in the order in which it holds them."""

@@ -15,7 +15,7 @@ from stub_kernels import stubbed_layer
 
 from nsa_layer import ContextParallel, NSAConfig, nsa
 from nsa_layer.call import Call, CallSpec, Saved
-from nsa_layer.context_parallel import gather, gather_loop, heads
+from nsa_layer.context_parallel import attend, gather, gather_loop, heads
 from nsa_layer.context_parallel.layout import query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
 from nsa_layer.cute.branch_options import window_options
@@ -92,14 +92,13 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
 def test_auto_takes_heads_where_ranks_divide_them(group: Any) -> None:
     """And where they do not gather more for it; the mode that is not taken is not there."""
     cp = ContextParallel(group)
-    assert (cp.mode_of(3), cp.mode_of(8), cp.mode_of(8, gather=True)) == ("gather", "heads", "gather")
     q, k = torch.randn(1, 16, 8, 8), torch.randn(1, 16, 2, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "attend", None)
         nsa(q[:, :, :3], q[:, :, :3], q[:, :, :3], config=SMALL, cp=cp)
         with pytest.raises(TypeError, match="not callable"):
             nsa(q, k, k, config=SMALL, cp=cp)
-        patch.setattr(gather, "LONG", 32)
+        patch.setattr(attend, "LONG", 32)
         nsa(q, k, k, config=SMALL, cp=cp)
         seed = SMALL.replace(rule="seed", compress_offset=0, init_blocks=0, local_blocks=0)
         for more in (dict(config=SMALL, backend="reference"), dict(config=SMALL.replace(q_tile=8)), dict(config=seed)):
@@ -111,16 +110,18 @@ def test_auto_takes_heads_where_ranks_divide_them(group: Any) -> None:
 @pytest.mark.parametrize(
     "T, Hq, Hkv, ranks, better",
     [
-        (gather.LONG, 32, 8, 2, True),
-        (gather.LONG - 64, 32, 8, 2, False),  # short
-        (gather.LONG, 32, 8, 4, False),  # k and v take more than a fourth of all
-        (gather.LONG, 64, 4, 4, True),
-        (gather.LONG, 16, 16, 2, False),
+        (attend.LONG, 32, 8, 2, True),
+        (attend.LONG - 64, 32, 8, 2, False),  # short
+        (attend.LONG, 32, 8, 4, False),  # k and v take more than a fourth of all
+        (attend.LONG, 64, 4, 4, True),
+        (attend.LONG, 16, 16, 2, False),
     ],
 )
 def test_long_calls_gather_what_is_less(T: int, Hq: int, Hkv: int, ranks: int, better: bool) -> None:
     q, k = (torch.empty(1, T // ranks, H, 128, device="meta") for H in (Hq, Hkv))
-    assert gather.is_better(SimpleNamespace(size=ranks), Call(q, k, k), NSAConfig()) == better
+    cp = SimpleNamespace(size=ranks)
+    assert attend.auto_gathers(cp, Call(q, k, k), NSAConfig(), None) == better
+    assert not attend.auto_gathers(cp, Call(q, k, k), None, None)  # `selected_attention`
 
 
 @pytest.mark.parametrize("list_heads", [8, 32])
