@@ -81,8 +81,11 @@ SIZES |= dict(sequences=B, rows=B, rows_cmp=B, pages=1, cmp_pages=1)
 
 
 def of_tensors(function: Callable, keys: str = BATCH["keys"], **sizes: int) -> Iterator[Row]:
-    """Rows of each tensor that a function takes, by the layer's table of what it has to be."""
-    layout = BATCH | dict(keys=keys)
+    """Rows of each tensor that a function takes, by the layer's table of what it has to be.
+
+    Of sizes, those that tensors before it and the configuration have.
+    """
+    layout, known = BATCH | dict(keys=keys), {"Tc", "branches", "sequences", "rows", "rows_cmp"}
     for name, parameter in signature(function).parameters.items():
         if name not in ARGUMENTS:
             continue
@@ -95,8 +98,9 @@ def of_tensors(function: Callable, keys: str = BATCH["keys"], **sizes: int) -> I
         yield name, TypeError, "{} must be (a torch.Tensor|an int)", [1.0], "x", *[None] * needed
         yield name, TypeError, "{} must (be|have q's dtype)", x.to(other)
         yield name, ValueError, "must be on q's device", x.to("meta")
-        yield name, ValueError, r"{} must have shape \(.*\), got", x[0], x[None]
-        yield name, ValueError, r"({}|k|k_cache) must have shape \(.*\), got", x[:-1]
+        less = (x.narrow(d, 0, shape[d] - 1) for d, each in enumerate(letters) if each in known or each.isdigit())
+        yield name, ValueError, r"{} must have shape \(.*\), got", x[0], x[None], *less
+        known |= {*letters} - {"Di", "Sc"}  # which nothing in the right call has
         if kind.dense:
             yield name, ValueError, "{} must be contiguous in its last dimension, got", x.mT.contiguous().mT
         if name in NO_EMPTY:
@@ -105,10 +109,8 @@ def of_tensors(function: Callable, keys: str = BATCH["keys"], **sizes: int) -> I
 
 NSA = (
     *of_tensors(nsa),
-    ("k", ValueError, r"k must have shape \(2, 20, Hkv, 8\), got", lambda x: x[:, :-1], lambda x: x[:-1]),
-    ("v", ValueError, r"v must have shape \(2, 20, 2, Dv\), got", lambda x: x[:, :-1], lambda x: x[:-1]),
+    ("k", ValueError, r"k must have shape \(2, 20, Hkv, 8\), got", lambda x: torch.cat([x, x], -1)),
     ("v", ValueError, r"v must have shape \(2, 20, 2, Dv\), got", lambda x: x.repeat(1, 1, 2, 1)),
-    ("k", ValueError, r"k must have shape \(2, 20, Hkv, 8\)", lambda x: torch.cat([x, x], -1), lambda x: x[..., :7]),
     ("q", ValueError, "heads must be a multiple of k's, got 5 and 2", torch.zeros(B, T, 5, D)),
     ("config", TypeError, "config must be an NSAConfig, got", {"block_size": 4}, None, NSAConfig),
     ("gates", ValueError, "gate_weight and gates exclude each other",
@@ -119,7 +121,6 @@ NSA = (
     ("max_seqlen", ValueError, "max_seqlen is for packed input, got 20 without cu_seqlens", T),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got 20.0", 20.0),
     ("causal return_aux validate", *NOT_A_BOOL),
-    ("k_cmp v_cmp", ValueError, r"{} must have shape \(2, 5, 2, ", torch.zeros(B, 6, HKV, D)),
     ("k_win", ValueError, "k_win and v_win must be None where there is no window, got one with window_size=0",
      Together(k_win=torch.zeros(B, T, HKV, D), config=CONFIG.replace(window_size=0))),
     ("k_cmp", ValueError, "compress_k_weight and k_cmp exclude each other",
@@ -153,8 +154,6 @@ PACKED = (
 )  # fmt: skip
 LISTED = (
     *of_tensors(selected_attention, keys="B S", S=30),
-    ("k", ValueError, r"k must have shape \(2, S, Hkv, 8\), got \(1", lambda x: x[:1]),
-    ("v", ValueError, r"v must have shape \(2, 30, 2, Dv\), got", lambda x: x[:, :-1]),
     ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, None),
     ("block_indices", ValueError, "block_indices must have a list for each query, 20, .*, got 7", lambda x: x[:, :7]),
     ("block_indices", ValueError, r"block_indices must have shape \(2, 20, 2 or 4, n\)", lambda x: x[:, :, :1]),
@@ -182,19 +181,14 @@ CACHED = (
     ("config", NotImplementedError, "nsa_with_kvcache with q_tile=8, .*: a choice belongs to a tile", TILED),
     ("config", NotImplementedError, "compress_offset=0: it shows keys", CONFIG.replace(q_tile=1, compress_offset=0)),
     ("q", ValueError, "q's heads must be a multiple of k_cache's, got 5", torch.zeros(B, T, 5, D)),
-    ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:], lambda x: x[..., 1:]),
     ("k v", ValueError, "k and v must be given together", None),
-    ("k_cache", ValueError, r"k_cache must have shape \(2, S, Hkv, 8\)", lambda x: x[:1], lambda x: x[..., 1:]),
-    ("v_cache", ValueError, r"v_cache must have shape \(2, 32, 2, Dv\), got", lambda x: x[:, 1:]),
     ("k_win", ValueError, "k_win needs k_win_cache to be written to", torch.zeros(B, T, HKV, D)),
     ("v_win_cache", ValueError, "v_win must be given where k is", torch.zeros(B, 32, HKV, DV)),
-    ("k_win_cache", ValueError, r"k_win_cache must have shape \(2, 32, 2, 8\)", torch.zeros(B, 31, HKV, D)),
     *((name, ValueError, "{} must be None where there is no window, got one with window_size=0",
        Together({name: torch.zeros(B, 32, HKV, size), "config": CONFIG.replace(q_tile=1, window_size=0), "k": None,
                  "v": None, "cache_seqlens": starts(20, 20)}))
       for name, size in (("k_win_cache", D), ("v_win_cache", DV))),
     ("k_cmp_cache", ValueError, "k_cmp needs k_cmp_cache", Together(k_cmp=torch.zeros(B, 5, HKV, D), k_cmp_cache=None)),
-    ("k_cmp v_cmp", ValueError, r"{} must have shape \(2, 5, 2, .\), got", torch.zeros(B, 6, HKV, D)),
     ("k_cmp_cache v_cmp_cache", ValueError, "{} must have slots for the 8 keys of 32 tokens, got", lambda x: x[:, 1:]),
     ("gates", ValueError, "gate_weight and gates exclude each other",
      Together(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
@@ -204,7 +198,6 @@ CACHED = (
     ("max_seqlen_q", ValueError, "max_seqlen_q is for packed input, got 20", T),
     ("cu_seqlens_q", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, 5, T)),
     ("block_indices", ValueError, r"must have shape \(2, 20, 2 or 4, n\)", torch.zeros(B, 19, HKV, 2).int()),
-    ("out", ValueError, r"out must have shape \(2, 20, 4, 6\), got", torch.zeros(B, T, HQ, D)),
     ("out", ValueError, "out is written to, must not be expanded, nor overlap itself",
      torch.zeros(1, T, HQ, DV).expand(B, T, HQ, DV), torch.zeros(960).as_strided((B, T, HQ, DV), (T * HQ, HQ, DV, 1))),
     *not_a_size("num_splits", least=0),
@@ -263,14 +256,10 @@ CACHE = (
     ("page_size", ValueError, "page_size must be a multiple of block_size=4, got 10", 10),
     ("page_size", ValueError, "num_pages is for a paged cache, got 9 without page_size", None),
     ("own_window", *NOT_A_BOOL),
-    (
-        "own_window",
-        ValueError,
-        "own_window must be False where there is no window, got True",
-        Together(own_window=True, config=CONFIG.replace(q_tile=1, window_size=0)),
-    ),
+    ("own_window", ValueError, "own_window must be False where there is no window, got True",
+     Together(own_window=True, config=CONFIG.replace(q_tile=1, window_size=0))),
     ("dtype", TypeError, "dtype must be float16, .* got", torch.int32, "bfloat16", None),
-)
+)  # fmt: skip
 OF_CACHE = (
     ("q k v", *NOT_A_TENSOR, None),
     ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:]),
