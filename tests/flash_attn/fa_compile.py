@@ -267,17 +267,6 @@ def only_hosts() -> Iterator[list[Any]]:
         yield launches
 
 
-@contextmanager
-def recorded_grids() -> Iterator[list[tuple[int | None, ...]]]:
-    """The grids of all launches that are traced in the body, without the kernels; None for what each call decides."""
-    grids: list[tuple[int | None, ...]] = []
-    with only_hosts() as launches:
-        yield grids
-    for config in launches:
-        sizes = (getattr(size, "value", size) for size in config.grid)
-        grids.append(tuple(size if isinstance(size, int) else None for size in sizes))
-
-
 def _load(name: str, path: str) -> Any:
     """A module by its name, or a test file, which belongs to no package."""
     if "." in name:

@@ -149,12 +149,6 @@ def test_loads_of_mla(
 # The numbers.
 
 
-def rows_of(case: Case, side: int) -> list[slice]:
-    """The tokens of each sequence: queries, or keys."""
-    ends = [sum(pair[side] for pair in case.packed[:at]) for at in range(len(case.packed) + 1)]
-    return [slice(begin, end) for begin, end in zip(ends, ends[1:])]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 def test_neighbours(kind: Case) -> None:
@@ -172,10 +166,8 @@ def test_tokens_that_are_not_used(case: Case) -> None:
     Rows of stacked lists would have room for the blocks in use alone; those of a case have it for all.
     """
     x, used = make_inputs(case), [[max(0, n - n // 3) for n in side] for side in zip(*case.packed)]
-    kept = [torch.zeros(sum(side), dtype=torch.bool, device="cuda") for side in zip(*case.packed)]
-    for side in (0, 1):
-        for rows, n in zip(rows_of(case, side), used[side]):
-            kept[side][rows.start : rows.start + n] = True
+    pairs = [zip(*sides, strict=True) for sides in zip(zip(*case.packed), used)]
+    kept = [torch.cat([torch.arange(T, device="cuda") < n for T, n in each]) for each in pairs]
     options = dict(zip(("seqused_q", "seqused_k"), (torch.tensor(n, dtype=torch.int32, device="cuda") for n in used)))
     case = replace(case, deterministic=True, passes=2 if case.lists else None)
     options |= both_lists(case)

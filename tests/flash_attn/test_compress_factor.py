@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, compile_backward, in_order, noted
+from fa_compile import Worker, built_kernels, in_order
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
 from fa_reference import assert_case, assert_forward, one_pass
 
@@ -58,24 +58,6 @@ def compile_kind(kind: Case) -> tuple[int, int]:
 def test_compiles_once_for_all_factors(compiler: Worker, kind: Case) -> None:
     one, two = compiler.trace(compile_kind, kind)
     assert one == two > 1
-
-
-def places_that_store_gradients(kind: Case) -> list[int]:
-    """Number of times that backward's tracing came by the epilogue that stores dk and dv: plain causal, compressed."""
-    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-
-    counts = []
-    for pair in ((1, 0), (64, 63)):
-        case = replace(kind, T_k=300, compress=pair)
-        with noted(FlashAttentionBackwardSm90, "epilogue_dKV", lambda *args, **options: None) as stores:
-            compile_backward(case)
-        counts.append(len(stores))
-    return counts
-
-
-def test_tiles_that_no_query_sees_store_zeros(compiler_sm90: Worker) -> None:
-    """Plain causal attention of fixed lengths has none, and so no place that stores them."""
-    assert compiler_sm90.trace(places_that_store_gradients, replace(FIXED, D=64, Hkv=4)) == [1, 2]
 
 
 @pytest.mark.gpu

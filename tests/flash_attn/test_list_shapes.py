@@ -10,7 +10,6 @@ import pytest
 import torch
 from fa_compile import (
     Worker,
-    WorkerError,
     compile_backward,
     kernel_fields,
     noted,
@@ -183,19 +182,6 @@ def supports(keys: int) -> bool:
 
 def test_an_odd_factor_has_no_pairs(compiler_sm100: Worker) -> None:
     assert [compiler_sm100.trace(supports, 128 * factor) for factor in (1, 2, 3, 4)] == [False, True, False, True]
-
-
-def kernel_with_pairs_over_an_odd_factor() -> None:
-    from flash_attn.cute import interface
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface, "block_sparse_bwd_supports_2cta", lambda tensors, n_block_size: True)
-        compile_case(Case(D=128, T_q=700, T_k=700, lists="both", block=SINGLE))
-
-
-def test_the_kernel_itself_refuses_pairs_over_an_odd_factor(compiler_sm100: Worker) -> None:
-    with pytest.raises(WorkerError, match="kv_subtile_factor % cta_group_size"):
-        compiler_sm100.trace(kernel_with_pairs_over_an_odd_factor)
 
 
 @pytest.mark.parametrize(("case", "expected"), CASES, ids=str)

@@ -1,7 +1,6 @@
 """Block lists: made from tables, windows and BlockMasks, transposed, and with semaphore values; on GPUs too."""
 
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,48 +248,35 @@ def test_large_numbers() -> None:
     assert (entries[..., 0] == last * 2).all() and not entries[..., 1].any()
 
 
-CASES = [Blocks(B=2, H=3, M=40, N=30, full=full, shuffle=shuffle) for full in (None, 0.5) for shuffle in (False, True)]
+CASE = Blocks(B=2, H=3, M=40, N=30, shuffle=True)
 
 
-def results(case: Blocks, forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> Iterator[Any]:
-    for spt in (False, True):
-        order = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
-        yield order
-        ordered = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1])
-        launch = torch.arange(case.N, device=order[0].device)
-        launch = launch.flip(0) if spt else launch
-        for loop in (
-            merged_lists(ordered, descending=not spt),
-            merged_lists(backward, order=launch, num_q_blocks=case.M),
-        ):
-            yield loop.mask_block_cnt, loop.mask_block_idx, loop.dq_write_order
-    yield transpose_lists(forward, case.N, width=case.M)[:4]
+def made_of(forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> list[torch.Tensor]:
+    order = compute_dq_write_order(*arguments(forward, backward), spt=True)
+    ordered = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1])
+    launch = torch.arange(CASE.N, device=order[0].device).flip(0)
+    loops = merged_lists(ordered), merged_lists(backward, order=launch, num_q_blocks=CASE.M)
+    made = *order, *transpose_lists(forward, CASE.N, width=CASE.M)[:4], *loops[0][:2], *loops[1][:2]
+    return [*made, *(loop.dq_write_order for loop in loops)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-def test_same_as_on_the_cpu(case: Blocks) -> None:
-    lists = both_directions(case)
-    expected = list(results(case, *lists))
-
-    def compare(found: list[Any]) -> None:
-        for mine, other in zip(found, expected, strict=True):
-            assert_equal(tuple(None if t is None else t.cpu() for t in mine), other)
-
-    on_gpu = [BlockSparseTensorsTorch(*(t.cuda() if torch.is_tensor(t) else t for t in side)) for side in lists]
+def test_lists_are_made_without_a_wait_and_in_graphs() -> None:
+    """As on a CPU, which `fuzz/properties/lists.py` compares in general."""
+    lists = both_directions(CASE)
+    expected, on_gpu = made_of(*lists), [each_tensor(side, torch.Tensor.cuda) for side in lists]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = list(results(case, *on_gpu))
+        found = made_of(*on_gpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    compare(actual)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = list(results(case, *on_gpu))
+        captured = made_of(*on_gpu)
     graph.replay()
-    torch.cuda.synchronize()
-    compare(captured)
+    for made in (found, captured):
+        assert_equal(tuple(t.cpu() for t in made), tuple(expected))
 
 
 @pytest.mark.gpu

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from fa_catalogue import PACK
-from fa_compile import Worker, compile_backward, noted, recorded_grids, swept
+from fa_compile import Worker, compile_backward, noted, only_hosts, swept
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import formats
 from flash_attn.cute.lists import rows as list_rows
-from fuzz.attention import Inputs, backward, compile_case, forward, make_inputs
+from fuzz.attention import Inputs, backward, compile_case, forward, make_inputs, sequences
 from fuzz.attention_lists import backward_lists, forward_lists
 from fuzz.case import Attention as Case
 
@@ -148,17 +148,15 @@ def test_a_sequence_alone_gives_the_same_bits(case: Case) -> None:
     for at, (T_q, T_k) in enumerate(case.packed):
         if T_q == 0 or T_k == 0:
             continue
-        before, only = case.packed[:at], slice(at, at + 1)
-        queries, keys = (
-            slice(start := sum(pair[side] for pair in before), start + case.packed[at][side]) for side in (0, 1)
-        )
-        alone = replace(case, packed=((T_q, T_k),))
-        part = replace(make_inputs(alone), q=x.q[queries], do=x.do[queries], k=x.k[keys], v=x.v[keys])
+        alone, only = replace(case, packed=((T_q, T_k),)), slice(at, at + 1)
+        q, do, o_own, lse_own = (sequences(case, t, False)[at] for t in (x.q, x.do, o, lse.mT))
+        k, v, dk_own, dv_own = (sequences(case, t, True)[at] for t in (x.k, x.v, dk, dv))
+        part = replace(make_inputs(alone), q=q, do=do, k=k, v=v)
         o_alone, lse_alone = forward(alone, part, forward_lists(case, only))
-        assert torch.equal(o_alone, o[queries]) and torch.equal(lse_alone, lse[:, queries])
+        assert torch.equal(o_alone, o_own) and torch.equal(lse_alone, lse_own.mT)
         if case.Hq == case.Hkv:
             _, dk_alone, dv_alone = backward(alone, part, o_alone, lse_alone, backward_lists(case, only))
-            assert torch.equal(dk_alone, dk[keys]) and torch.equal(dv_alone, dv[keys])
+            assert torch.equal(dk_alone, dk_own) and torch.equal(dv_alone, dv_own)
 
 
 @pytest.mark.gpu
@@ -197,10 +195,12 @@ LISTED = [Case(mask_mod="keyed", lists="partial"), Case(D=128, lists="full", det
 PACKED = [Case(packed=((100, 100), (30, 40)), causal=True), Case(packed=((100, 100), (30, 40)), lists="full")]
 
 
-def grids(compile_: Callable[[Case], None], case: Case) -> list[tuple[int | None, ...]]:
-    with recorded_grids() as found:
+def grids(compile_: Callable[[Case], None], case: Case) -> list[list[int | None]]:
+    """The grids of all launches; None for what each call decides."""
+    with only_hosts() as launches:
         compile_(case)
-    return found
+    sizes = ((getattr(size, "value", size) for size in config.grid) for config in launches)
+    return [[size if isinstance(size, int) else None for size in grid] for grid in sizes]
 
 
 def compile_block_lists(case: Case) -> None:

@@ -151,28 +151,6 @@ def test_not_a_bit_of_the_result_depends_on_it(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "stages"),
-    [
-        ((128, 128, 192, 80, 4, False), 3),
-        ((96, 96, 192, 144, 1, False), 2),
-        ((256, 256, 128, 80, 1, False), 0),
-        ((128, 64, 128, 128, 1, False), 0),
-        ((128, 128, 192, 80, 5, False), 0),
-    ],
-    ids=str,
-)
-def test_as_many_stages_as_fit(asked: tuple[int, ...], stages: int) -> None:
-    from flash_attn.cute.compressed_causal.mask import CompressArgs
-    from flash_attn.cute.fwd_sm90.persistence import SMEM_BYTES, ForwardTile, overlapped_stages
-
-    tile = ForwardTile(*asked)
-    assert overlapped_stages(tile, compress=CompressArgs(64, 0)) == stages
-    assert overlapped_stages(tile, compress=CompressArgs(1, 5)) == 0, "with a factor of 1 the tiles are upstream's"
-    D, Dv, tile_m, tile_n = asked[:4]
-    assert 2 * (2 * tile_m * D + stages * tile_n * (D + Dv)) < SMEM_BYTES or not stages
-
-
-@pytest.mark.parametrize(
     ("counts", "indices", "full", "words", "short"),
     [
         ((2, 1, 6), (2, 1, 6, 40), 24, 0, True),
