@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fuzz.attention import compile_case
+from fuzz.case import Attention
 from patches.__main__ import main
 from patches.digest import overlay_files
 from patches.materialise import checked_overlay, load_pin, load_queue, patched_files, repository
@@ -18,8 +20,9 @@ from patches.wheel import fetch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "flash_attn"))
 
-from exported_calls import attend, import_all  # noqa: E402
+from exported_calls import import_all  # noqa: E402
 from fa_compile import Worker  # noqa: E402
+from fa_dq import compile_pass  # noqa: E402
 
 ROOT = repository()
 IDENTITY = {f"GIT_{who}_{what}": "somebody" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -86,7 +89,11 @@ def test_kernels_compile_from_the_exported_files(exported, monkeypatch):
     with closing(Worker("sm_90")) as sm90, closing(Worker("sm_100")) as sm100:
         found = sm90.trace(import_all, [name.removesuffix(".py").replace("/", ".") for name in ours])
         assert found == [str(exported / name) for name in ours]
-        sm90.trace(attend, dict(causal=True, compress_factor=16, compress_offset=15), 32)
-        sm90.trace(attend, {}, 512, (128, 128), 1)
-        sm100.trace(attend, {}, 512, (128, 128))
-        sm90.trace(attend, {}, 512, (128, 128), 2)
+        listed = Attention(D=128, T_q=512, T_k=512, lists="both", block=(128, 128))
+        for worker, case in (
+            (sm90, Attention(D=128, T_q=512, T_k=32, compress=(16, 15))),
+            (sm90, listed),
+            (sm100, listed),
+        ):
+            worker.trace(compile_case, case)
+        sm90.trace(compile_pass, listed, "dq")
