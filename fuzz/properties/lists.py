@@ -15,6 +15,7 @@ from flash_attn.cute.lists.formats import cu_total_blocks
 from flash_attn.cute.lists.validate_calls import validate_call, validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_lists
 from fuzz import strategies
+from fuzz.attention import make_inputs
 from fuzz.attention_lists import before, block_tables, blocks, both_directions, lists_of, sides, tables
 from fuzz.blocks import POISON, each_tensor, launch_order, lists_of_rows, locks_of, table_of
 from fuzz.case import Blocks, Packed
@@ -203,16 +204,13 @@ def on_a_gpu(case: Blocks) -> None:
     validate_lists(*moved, seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H, batch_size=case.B)
 
 
-HEADS = 4
+HEADS = Packed.Hq
 
 
-def call(case: Packed, Hkv: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """q and k that have shapes only, and where their sequences start."""
-    starts = [torch.tensor([0, *accumulate(pair[side] for pair in case.packed)]).int() for side in (0, 1)]
-    tensors = [
-        torch.zeros(1).expand(int(ends[-1]), heads, 64) for ends, heads in zip(starts, (HEADS, Hkv), strict=True)
-    ]
-    return tensors, dict(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+def call(case: Packed, Hkv: int = 2) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+    """q and k, and where their sequences start."""
+    x = make_inputs(replace(case, Hkv=Hkv), "cpu")
+    return (x.q, x.k), dict(zip(("cu_seqlens_q", "cu_seqlens_k"), x.cu_seqlens))
 
 
 @holds("packed.blocks before a sequence", strategies.packed)

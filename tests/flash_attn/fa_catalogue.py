@@ -157,15 +157,20 @@ def options(case: Case) -> set[tuple[str, object]]:
     return found | {("plan", bool(case.plan)), ("keys", (T_k > T_q) - (T_k < T_q)), ("one query", 1 in (T_q, T_k))}
 
 
+def pairs(case: Case) -> set[tuple]:
+    """The pairs of a case's options."""
+    return set(combinations(sorted(options(case), key=str), 2))
+
+
 def covering(cases: list[Case], count: int) -> list[Case]:
     """So many of the cases, each with the most pairs of options that those before it lack.
 
     Masks of a mask_mod unroll to several times the code: a case with one has to have twice as many pairs.
     """
-    pairs = {case: set(combinations(sorted(options(case), key=str), 2)) for case in cases}
+    left = {case: pairs(case) for case in cases}
     chosen: list[Case] = []
     for _ in range(count):
-        chosen.append(max(pairs, key=lambda case: len(pairs[case]) / (2 if case.mask_mod else 1)))
-        had = pairs.pop(chosen[-1])
-        pairs = {case: own - had for case, own in pairs.items()}
+        chosen.append(max(left, key=lambda case: len(left[case]) / (2 if case.mask_mod else 1)))
+        had = left.pop(chosen[-1])
+        left = {case: own - had for case, own in left.items()}
     return chosen

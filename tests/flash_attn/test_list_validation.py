@@ -1,5 +1,6 @@
 """Lists that are wrong in one place: an error that names the place and the value, in every form that lists come in."""
 
+import re
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -12,6 +13,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate_calls import ALWAYS, validate_call, validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order
+from fuzz.attention import make_inputs
 from fuzz.attention_lists import both_directions, sides
 from fuzz.blocks import each_tensor
 from fuzz.case import Blocks, Packed
@@ -67,53 +69,48 @@ OUT = ", expected a key block of 0 .. 3"
 ROOM = ", expected 0 .. 4, which its row has room for"
 TRANSPOSE = "backward lists must be the transpose of forward lists"
 LOCKS = "semaphore values of a query block are 0, 1, 2, ..., each once"
-# What is written, in turn; and what follows the last of it in the message.
+# What is written, in turn, as the message has the last of it; and what follows that.
 MISTAKES = [
-    ([("forward", "full_block_cnt", (0, 2, 4), -1)], ROOM),
-    ([("forward", "full_block_cnt", (0, 2, 4), 5)], ROOM),
-    ([("forward", "mask_block_idx", (0, 1, 2, 1), -3)], OUT),
-    ([("forward", "mask_block_idx", (0, 1, 2, 1), 4)], OUT),
-    ([("forward", "mask_block_idx", (0, 1, 2, 1), 1 << 30)], OUT),
-    ([("backward", "full_block_idx", (0, 3, 0, 1), 5)], ", expected a query block of 0 .. 4"),
+    ("forward full_block_cnt[0, 2, 4] = -1", ROOM),
+    ("forward full_block_cnt[0, 2, 4] = 5", ROOM),
+    ("forward mask_block_idx[0, 1, 2, 1] = -3", OUT),
+    ("forward mask_block_idx[0, 1, 2, 1] = 4", OUT),
+    ("forward mask_block_idx[0, 1, 2, 1] = 1073741824", OUT),
+    ("backward full_block_idx[0, 3, 0, 1] = 5", ", expected a query block of 0 .. 4"),
     (
-        [("forward", "mask_block_idx", (0, 0, 2, 1), 1)],
+        "forward mask_block_idx[0, 0, 2, 1] = 1",
         " is listed twice for query block 2, also in forward mask_block_idx[0, 0, 2, 0]",
     ),
     (
-        [("backward", "full_block_idx", (0, 1, 0, 1), 1)],
+        "backward full_block_idx[0, 1, 0, 1] = 1",
         " is listed twice for key block 0, also in backward mask_block_idx[0, 1, 0, 1]",
     ),
     (
-        [
-            ("forward", "full_block_cnt", (0, 0, 4), 1),
-            ("forward", "mask_block_cnt", (0, 0, 4), 2),
-            ("forward", "mask_block_idx", (0, 0, 4, 1), 2),
-        ],
+        "forward full_block_cnt[0, 0, 4] = 1; forward mask_block_cnt[0, 0, 4] = 2; "
+        "forward mask_block_idx[0, 0, 4, 1] = 2",
         " is a mask block, but a full block in the backward lists",
     ),
     (
-        [("backward", "mask_block_cnt", (0, 2, 3), 2), ("backward", "mask_block_idx", (0, 2, 3, 1), 3)],
+        "backward mask_block_cnt[0, 2, 3] = 2; backward mask_block_idx[0, 2, 3, 1] = 3",
         f" is not in the forward lists: query block 3 lacks key block 3; {TRANSPOSE}",
     ),
     (
-        [("backward", "mask_block_cnt", (0, 2, 1), 1), ("forward", "mask_block_idx", (0, 2, 2, 0), 1)],
+        "backward mask_block_cnt[0, 2, 1] = 1; forward mask_block_idx[0, 2, 2, 0] = 1",
         f" is not in the backward lists: key block 1 lacks query block 2; {TRANSPOSE}",
     ),
-    (
-        [("backward", "dq_write_order_full", (0, 0, 2, 0), 2)],
-        f" for query block 4, expected 1: the {LOCKS}",
-    ),
+    ("backward dq_write_order_full[0, 0, 2, 0] = 2", f" for query block 4, expected 1: the {LOCKS}"),
 ]
 
 
 @pytest.mark.parametrize(("writes", "expected"), MISTAKES)
-def test_one_wrong_number(writes: list[tuple[str, str, tuple[int, ...], int]], expected: str) -> None:
+def test_one_wrong_number(writes: str, expected: str) -> None:
     both = dict(zip(("forward", "backward"), batch_lists()))
-    for side, field, at, value in writes:
-        getattr(both[side], field)[at] = value
+    for write in writes.split("; "):
+        side, field, at, value = re.fullmatch(r"(\w+) (\w+)\[(.*)\] = (.*)", write).groups()
+        getattr(both[side], field)[tuple(map(int, at.split(", ")))] = int(value)
     if field != "dq_write_order_full":
         both["backward"] = both["backward"]._replace(dq_write_order=None, dq_write_order_full=None)
-    assert message(*both.values()) == f"{side} {field}[{', '.join(map(str, at))}] = {value}{expected}"
+    assert message(*both.values()) == f"{write}{expected}"
 
 
 def test_rising() -> None:
@@ -207,12 +204,11 @@ def qk(*lead: int, Hq: int = 4, Hkv: int = 2, keys: int | None = None) -> tuple[
     return torch.zeros(1).expand(*lead, Hq, 64), torch.zeros(1).expand(*shape, Hkv, 64)
 
 
-def packed_call(form: str, heads: int = 2, full: float = 0.5) -> tuple[list[Any], dict[str, Any]]:
+def packed_call(form: str, heads: int = 2, full: float = 0.5, Hkv: int = 2) -> tuple[list[Any], dict[str, Any]]:
     """[forward, backward, q, k] of random lists in a form, and the options of the call."""
-    case = Packed(packed=LENGTHS, form=form, block=(BLOCK, BLOCK), list_heads=heads, density=0.6, full=full)
-    cu_q, cu_k = (int32([0, *accumulate(pair[side] for pair in LENGTHS)]) for side in (0, 1))
-    q, k = qk(int(cu_q[-1]), keys=int(cu_k[-1]))
-    return [*sides(case), q, k], dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    case = Packed(packed=LENGTHS, form=form, block=(BLOCK, BLOCK), list_heads=heads, density=0.6, full=full, Hkv=Hkv)
+    x = make_inputs(case, "cpu")
+    return [*sides(case), x.q, x.k], dict(zip(("cu_seqlens_q", "cu_seqlens_k"), x.cu_seqlens))
 
 
 def refusal(*call: Any, **options: Any) -> str:
@@ -279,9 +275,7 @@ def planned(form: str, Hkv: int, per_group: bool, heads: int = 1, **options: Any
         both = both_directions(Blocks(B=2, H=heads, pattern="empty columns", density=0.8, shuffle=True))
         call, given, M = [*both, *qk(2, 700, keys=640, Hkv=Hkv)], {}, 6
     else:
-        call, given = packed_call(form, heads=heads)
-        call[2:] = qk(*call[2].shape[:-2], keys=call[3].shape[-3], Hkv=Hkv)
-        M = 5
+        (call, given), M = packed_call(form, heads=heads, Hkv=Hkv), 5
         if form == "stacked":
             options["cu_total_m_blocks"] = call[0].cu_total_m_blocks
     sizes = dict(num_heads=4, num_heads_kv=Hkv, num_q_blocks=M, per_group=per_group)
