@@ -3,13 +3,12 @@
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import wraps
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, compile_forward, kernel_fields, noted, on_cpu, swept
+from fa_compile import Worker, compile_forward, kernel_fields, noted, on_cpu, recorded_masks, swept
 from fa_reference import assert_forward
 from test_persistent_forward import WINDOW_CALL
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -55,30 +54,21 @@ OPEN, MOD, MOD_AND_EDGES, EDGES = "open", "mod", "mod, edges", "edges"
 def masks(case: Case) -> Counter[str]:
     """The number of steps with each mask in the code of a forward kernel; in a worker."""
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90 as Forward
-    from flash_attn.cute.mask import AttentionMask
 
-    said: list[list[str]] = []
-
-    original_mask, inside = AttentionMask.apply_mask, []
-
-    @wraps(original_mask)
-    def masked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not inside and "mask_seqlen" in kwargs:  # not the calls that it makes itself
-            edges = kwargs["mask_seqlen"] or kwargs["mask_causal"] or kwargs["mask_local"]
-            mod = kwargs.get("mask_mod") is not None
-            said[-1].append(MOD_AND_EDGES if mod and edges else MOD if mod else EDGES)
-        inside.append(True)
-        try:
-            return original_mask(self, *args, **kwargs)
-        finally:
-            inside.pop()
-
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(AttentionMask, "apply_mask", masked)
+    with recorded_masks() as calls, ExitStack() as stack:
         for name in ("mma_one_n_block_intrawg_overlap", "first_half_block_overlap"):
-            stack.enter_context(noted(Forward, name, lambda *args, **options: [], said))
-        forward(case, make_inputs(case))
-    return Counter(" or ".join(sorted(set(of_step))) or OPEN for of_step in said)
+            stack.enter_context(noted(Forward, name, lambda *args, **options: None, calls))
+        compile_forward(case)
+    steps: list[set[str]] = []
+    inner = False  # where there are both masks, the edges' is applied within the other
+    for call in calls:
+        if call is None:
+            steps.append(set())
+        elif not inner:
+            edges = call.mask_seqlen or call.mask_causal or call.mask_local
+            steps[-1].add((MOD_AND_EDGES if edges else MOD) if call.mask_mod else EDGES)
+        inner = call is not None and call.mask_mod and (call.mask_causal or call.mask_local)
+    return Counter(" or ".join(sorted(step)) or OPEN for step in steps)
 
 
 def test_a_length_of_whole_blocks_needs_no_mask(compiler_sm90: Worker) -> None:
