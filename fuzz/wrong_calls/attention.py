@@ -17,8 +17,7 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
 from flash_attn.cute.lists.validate_calls import validate_call
 from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
-from fuzz.attention_lists import both_directions, sides
-from fuzz.blocks import each_tensor
+from fuzz.attention_lists import both_directions, on_gpu, sides
 from fuzz.case import FORMS, Blocks, Packed
 from fuzz.corrupt import spoil
 from fuzz.wrong_calls import NO_SCALES, NOT_A_BOOL, Row, Table, Together, changed
@@ -34,16 +33,6 @@ SIDES = both_directions(Blocks(B=B, H=HQ, M=M, N=N, pattern="full", seed=1))
 PACKED_SIDES = {
     form: sides(Packed(packed=LENGTHS, form=form, block=(128, 128), list_heads=HQ, pattern="full")) for form in FORMS
 }
-
-
-def moved(lists: Lists, device: str) -> Lists:
-    return lists if device == "cpu" else each_tensor(lists, partial(_on, device=device))
-
-
-def _on(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    if torch.cuda.is_available():
-        return tensor.to(device)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)  # fake, where no GPU is
 
 
 def less(tensor: torch.Tensor, dim: int, by: int = 1) -> torch.Tensor:
@@ -107,13 +96,13 @@ POSITIONS = (
     ("q_offset", ValueError, "q_offset needs causal=True or a window",
      Together(window_size_left=None, window_size_right=None)),
     ("block_sparse_tensors", NotImplementedError, "q_offset together with block_sparse_tensors .*; pass seqused_k",
-     lambda _: moved(SIDES[0], "cuda")),
+     lambda _: on_gpu(SIDES[0])),
 )  # fmt: skip
 
 
 def with_lists(device: str, form: str | None = None) -> dict[str, Any]:
     lists = SIDES if form is None else PACKED_SIDES[form]
-    return qkv(device, packed=form is not None) | dict(block_sparse_tensors=moved(lists[0], device))
+    return qkv(device, packed=form is not None) | dict(block_sparse_tensors=on_gpu(lists[0]))
 
 
 def shapes(name: str) -> tuple[Row, ...]:
@@ -165,7 +154,7 @@ FORWARD_SM100 = (
 
 def unread(words: str) -> tuple[Row]:
     """Lists for a kernel that reads none."""
-    return ((BOTH[0], NotImplementedError, words, lambda _: moved(SIDES[0], "cuda")),)
+    return ((BOTH[0], NotImplementedError, words, lambda _: on_gpu(SIDES[0])),)
 
 
 def packed_rows(form: str) -> tuple[Row, ...]:
@@ -234,7 +223,7 @@ def dense_backward(device: str, packed: bool = False, **sizes: int) -> dict[str,
 
 
 def backward_call(device: str, **sizes: int) -> dict[str, Any]:
-    return dense_backward(device, **sizes) | dict(deterministic=True, block_sparse_tensors=moved(ORDERED, device))
+    return dense_backward(device, **sizes) | dict(deterministic=True, block_sparse_tensors=on_gpu(ORDERED))
 
 
 HEAD_DIMS = tuple(
@@ -272,7 +261,7 @@ ORDER = tuple(
 BACKWARD = ORDER + tuple(
     (BOTH[0], ValueError, *row)
     for row in (
-        ("needs a plan that was made with", lambda lists: moved(PLANNED, lists.mask_block_cnt.device.type)),
+        ("needs a plan that was made with", lambda lists: on_gpu(PLANNED)),
         (r"sparse_block_size\[0\] to be a multiple of", changed(block_size=(100, 128))),
         (r"expects sparse_block_size\[1\]=128", changed(block_size=(128, 96))),
         ("mask_block tensors must have dtype torch.int32", changed(mask_block_cnt=torch.Tensor.long)),
@@ -341,13 +330,13 @@ PLAN = (
     ("packed_k", NotImplementedError, "a plan of padded lists for packed sequences", True),
     ("batch", ValueError, "lists for 2 sequences, the call has 3", 3),
 )  # fmt: skip
-PLAN_SM100 = ((BOTH[0], NotImplementedError, "only backward on SM90 follows a plan", lambda _: moved(PLANNED, "cuda")),)
+PLAN_SM100 = ((BOTH[0], NotImplementedError, "only backward on SM90 follows a plan", lambda _: on_gpu(PLANNED)),)
 NO_BLOCKS = "blocks of .* queries and .* keys: the dq pass takes multiples of 128"
 BAD_BLOCKS = [changed(block_size=size) for size in ((64, 128), (128, 96), (100, 128))]
 
 
 def asked_for(device: str) -> dict[str, Any]:
-    forward, backward = (moved(each, device) for each in SIDES)
+    forward, backward = (on_gpu(each) for each in SIDES)
     lists = dict(block_sparse_tensors_fwd=forward, block_sparse_tensors=backward)
     return dense_backward(device) | dict(passes=2) | lists
 
@@ -387,9 +376,9 @@ WITHOUT = (
     ("learnable_sink", ValueError, "learnable_sink cannot be given together with without_dq=True", torch.zeros(HQ)),
     ("without_dq", *NOT_A_BOOL, 0),
     (BWD, ValueError, "lists for each of 4 query heads",
-     lambda lists: moved(SIDES[1]._replace(plan=OF_GROUPS.plan, plan_per_group=True), "cuda")),
+     lambda lists: on_gpu(SIDES[1]._replace(plan=OF_GROUPS.plan, plan_per_group=True))),
     (BWD, NotImplementedError, "one pass loops over query heads one by one",
-     lambda lists: Together(block_sparse_tensors=moved(OF_GROUPS, "cuda"), without_dq=False)),
+     lambda lists: Together(block_sparse_tensors=on_gpu(OF_GROUPS), without_dq=False)),
 )  # fmt: skip
 TWO_PASSES = (
     Table("backward of flash_attn_func, two passes", _flash_attn_bwd, asked_for, TWO, "cuda"),

@@ -100,13 +100,6 @@ def test_features_are_reached(strategy: Callable) -> None:
     assert not reached(strategy(), lambda case: False, most=50)
 
 
-def test_kernels_see_any_factor() -> None:
-    strategy = strategies.attention(call(**COMPRESSED))
-    for many in (lambda c: c.compress[0] > 99, lambda c: c.compress[1] > 99, lambda c: c.compress[1] < -99):
-        assert reached(strategy, many)
-    assert not reached(strategy, lambda c: c.compress == (1, 0), most=100), "that is plain causal"
-
-
 def test_kinds_meet() -> None:
     """The options compiled for cover each feature, and most pairs of mask and lists."""
     for name, values in {
@@ -149,7 +142,9 @@ LENGTHS = (
     lambda c: max(map(max, c.lengths)) >= 1500,  # one huge one
     lambda c: c.layout == "fused",
 )
+FACTORS = (lambda c: c.compress[0] > 99, lambda c: c.compress[1] > 99, lambda c: c.compress[1] < -99)
 OF_KINDS = [
+    (call(**COMPRESSED), FACTORS, (lambda c: c.compress == (1, 0),)),  # that is plain causal
     (listed(causal=True), (lambda c: c.T_q == 1, lambda c: c.T_k < c.T_q, lambda c: c.T_k >= c.T_q, *AUTOGRAD), ()),
     *((kind, (in_two_passes, without(in_two_passes), *AUTOGRAD), ()) for kind in BY_CAPACITY),
     *(  # semaphore values are ignored, through autograd too
