@@ -150,13 +150,17 @@ def backward(
     return _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, **(given | dict(block_sparse_tensors=lists) | more))
 
 
+def arguments(case: Attention, x: Inputs, **more: Any) -> dict[str, Any]:
+    """Arguments of the public functions besides q, k and v; `more` has lists, if there are any."""
+    given = options(case, x) | dict(deterministic=case.deterministic, pack_gqa=case.pack_gqa, return_lse=True) | more
+    return given | dict(window_size=(given.pop("window_size_left"), given.pop("window_size_right")))
+
+
 def attend(case: Attention, x: Inputs, leaves: list[torch.Tensor], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse of the public function, for leaves in place of q, k and v; `more` has lists, if there are any."""
+    """o and lse of the public function, for leaves in place of q, k and v."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    given = options(case, x) | dict(deterministic=case.deterministic, pack_gqa=case.pack_gqa, return_lse=True) | more
-    given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
-    return (flash_attn_varlen_func if case.packed else flash_attn_func)(*leaves, **given)
+    return (flash_attn_varlen_func if case.packed else flash_attn_func)(*leaves, **arguments(case, x, **more))
 
 
 def both_lists(case: Attention, device: Any = "cuda") -> dict[str, Any]:

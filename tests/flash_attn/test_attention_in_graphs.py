@@ -13,9 +13,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-from flash_attn.cute.block_lists import lists_from_blocks, transpose_lists
+from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.lists.validate_calls import ALWAYS
 from flash_attn.cute.operators import attention as operators
+from fuzz.attention import arguments, both_lists, make_inputs
+from fuzz.case import Attention as Case
 
 Tensor = torch.Tensor
 STARTS = torch.tensor([0, 100, 100, 300], dtype=torch.int32)
@@ -206,26 +208,20 @@ def test_lists_are_looked_at_when_a_graph_runs(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(ALWAYS, "1")
 
 
-def on_a_gpu(case: str) -> tuple[list[Tensor], dict[str, Any]]:
+STRIDED = dict(T_q=384, T_k=384, layout="heads first", causal=True)
+ON_A_GPU = {
+    "causal": Case(deterministic=True, **STRIDED),
+    "packed": Case(packed=((100, 100), (0, 0), (668, 668)), deterministic=True, **STRIDED),
+    "lists": Case(lists="both", block=(128, 128), deterministic=True, **STRIDED),
+    "MLA, not absorbed": Case(D=192, Dv=128, Hkv=4, **STRIDED),
+}
+
+
+def on_a_gpu(name: str) -> tuple[list[Tensor], dict[str, Any]]:
     """q, k and v, whose strides are not those of contiguous tensors, and the other arguments."""
-    shapes = ((4, 192), (4, 192), (4, 128)) if case == "MLA, not absorbed" else ((4, 64), (2, 64), (2, 64))
-    tensors = [
-        torch.randn(2, heads, 384, width, device="cuda").bfloat16().transpose(1, 2).requires_grad_()
-        for heads, width in shapes
-    ]
-    given: dict[str, Any] = dict(causal=True, deterministic=case != "MLA, not absorbed", return_lse=True)
-    if case == "packed":
-        starts = torch.tensor([0, 100, 100, 768], dtype=torch.int32, device="cuda")
-        tensors = [x.detach().flatten(0, 1).requires_grad_() for x in tensors]
-        given |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=668, max_seqlen_k=668)
-    elif case == "lists":
-        blocks = torch.ones(3, 3, dtype=torch.bool, device="cuda").tril()
-        given["block_sparse_tensors"] = lists_from_blocks(blocks, block_size=(128, 128))
-        given["block_sparse_tensors_bwd"] = transpose_lists(given["block_sparse_tensors"], 3)
-    return tensors, given
-
-
-ON_A_GPU = ["causal", "packed", "lists", "MLA, not absorbed"]
+    case = ON_A_GPU[name]
+    x = make_inputs(case)
+    return [t.requires_grad_() for t in (x.q, x.k, x.v)], arguments(case, x, **both_lists(case))
 
 
 @pytest.mark.gpu
@@ -246,7 +242,7 @@ def test_the_kernels_too(case: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ON_A_GPU[:3])
+@pytest.mark.parametrize("case", [*ON_A_GPU][:3])
 def test_pytorch_finds_nothing_wrong_with_the_kernels(case: str, asked: list[tuple]) -> None:
     tensors, given = on_a_gpu(case)
     check(tensors, given, tensors, asked)

@@ -216,28 +216,6 @@ def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
     assert all(shape[-2:-1] != (case.Hq,) or shape[-1] < tokens * case.D for shape in shapes)
 
 
-def times_normalized(case: Case) -> int:
-    """The number of times that a call in two passes brings forward lists into the kernel's form; in a worker."""
-    from unittest.mock import patch
-
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
-
-    x = make_inputs(case)
-    o, lse = outputs(case, x)
-    with (
-        noted(bwd_dq_interface, "normalize_block_sparse_config", lambda *args, **options: None) as normalized,
-        patch.object(bwd_dq_interface, "_compiled") as compiled,
-    ):
-        gradients(case, x, o, lse)
-        assert compiled.called
-    return len(normalized)
-
-
-@pytest.mark.parametrize("case", [ONE_HEAD, STACKED], ids=str)
-def test_forward_lists_are_normalized_once(compiler_sm90: Worker, case: Case) -> None:
-    assert compiler_sm90.trace(times_normalized, case) == 1
-
-
 def rows_of_layout(case: Case, without_dq: bool) -> Any:
     """The layout of a call's accumulators, and that of a window call without lists."""
     from flash_attn.cute.shared_backward import aligned, backward_layout
