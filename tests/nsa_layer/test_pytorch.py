@@ -282,21 +282,6 @@ def test_checkpoints_and_hooks(place: Place) -> None:
         assert_near(gradients(module(x), *of), want)
 
 
-def test_scaled_gradients_add_up(place: Place) -> None:
-    module, x = layer(place).float(), place.tokens(2, place.lengths[0]).float()
-    optimizer, scaler = torch.optim.SGD(module.parameters()), torch.amp.GradScaler(place.device)
-
-    def loss(x: Tensor) -> Tensor:
-        with torch.autocast(place.device, torch.bfloat16, enabled=place is GPU):
-            return module(x).float().square().mean()
-
-    want = torch.autograd.grad(loss(x), list(module.parameters()))
-    for part in x.split(1):
-        scaler.scale(loss(part) / 2).backward()
-    scaler.unscale_(optimizer)
-    assert_near([each.grad for each in module.parameters()], want)
-
-
 COPIES: dict[str, Callable[[NSAttention], Callable[[Tensor], Tensor]]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda module: pickle.loads(pickle.dumps(module)),

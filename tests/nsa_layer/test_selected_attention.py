@@ -9,10 +9,9 @@ import pytest
 import torch
 from layer_calls import no_waits, starts_of
 from stub_kernels import LAUNCHED, stubbed_layer
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuzz.oracle import dense
-from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected_attention, support
+from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected_attention
 from nsa_layer.call import Call
 from nsa_layer.checks import Q_TILES, check_selected, tile_of_lists, tile_of_packed_lists
 from nsa_tools.measure.timing import capture
@@ -212,20 +211,6 @@ def test_the_selected_branch_of_nsa(backend: str, config: NSAConfig, lengths: tu
             assert all(x.equal(chosen.tensors()[name]) for name, x in got.tensors().items())
 
 
-@pytest.mark.parametrize("arch", support.ARCHITECTURES)
-@pytest.mark.parametrize("backend", [None, "cute"])
-def test_lists_that_the_kernels_do_not_take(arch: int, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are refused by `nsa` and by `selected_attention`, before anything is computed."""
-    monkeypatch.setattr(support, "device_arch", lambda index=None: arch)
-    with FakeTensorMode():
-        q, k = (torch.empty(1, 128, H, 64, dtype=torch.bfloat16, device="cuda") for H in (4, 2))
-        lists = torch.empty(1, 128, 2, 3, dtype=torch.int32, device="cuda")
-        of_nsa = dict(block_indices=lists, config=NSAConfig(block_size=8, q_tile=1))
-        for call, options in ((nsa, of_nsa), (selected_attention, dict(block_indices=lists, block_size=8))):
-            with pytest.raises(NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"):
-                call(q, k, k, **options, backend=backend)
-
-
 PACK = ((100, 100), (0, 70), (129, 500), (1, 1), (64, 64), (260, 1000))
 STATIC = [
     Case(G=16, q_offset="own"),
@@ -284,22 +269,6 @@ def test_capture(case: Case) -> None:
     torch.cuda.synchronize()
     for name, x in called(given, do, "cute").items():
         assert x.equal(got[name]), name
-
-
-@pytest.mark.gpu
-def test_later_tokens_change_no_bit() -> None:
-    case = replace(STATIC[0], lengths=((700, 900),))
-    (given, do), (other, _) = (drawn(replace(case, seed=seed), "cuda") for seed in (0, 1))
-    o = called(given, do, "cute")["o"]
-    for t in (100, 517, 698):
-        changed = dict(given)
-        for name in ("q", "block_indices"):
-            changed[name] = torch.cat([given[name][:, : t + 1], other[name][:, t + 1 :]], 1)
-        for b, first in enumerate(case.offsets):
-            for name in "kv":
-                x = torch.cat([given[name][b, : first + t + 1], 8 * other[name][b, first + t + 1 :]])
-                again = selected_attention(**changed | {name: torch.stack([x, x])}, backend="cute")
-                assert o[b, : t + 1].equal(again[b, : t + 1]), (t, b, name)
 
 
 @pytest.mark.gpu
