@@ -6,7 +6,6 @@ By the definition: `test_reference`; in plain PyTorch: `fuzz/properties/layer.py
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
 from nsa_layer.cute.memory_plan import predict
-from nsa_layer.operators import attend
 from nsa_tools.shape import Shape
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -62,14 +60,6 @@ def test_kernels(own: tuple[str, ...], q_tile: int, Hkv: int) -> None:
     for T, lengths in ((500, LENGTHS[0]), (500, LENGTHS[1]), (40, None)):
         case = Case(B=2, T=T, lengths=lengths, compress_weights=T == 500, **static)
         assert_close_to_reference(case, "cute", "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("q_tile", [1, 128])
-def test_kernels_in_groups_of_heads(q_tile: int) -> None:
-    config = NSAConfig.paper() if q_tile == 1 else NSAConfig(q_tile=q_tile)
-    case = Case(T=700, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=config, own_keys=OWN_KEYS)
-    assert_close_to_reference(case, partial(attend, memory=MemoryPolicy(budget=0)), "cuda")
 
 
 NO_WINDOW = NSAConfig(block_size=8, block_counts=4, window_size=0)

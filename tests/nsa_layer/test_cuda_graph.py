@@ -12,10 +12,6 @@ from layer_calls import assert_near, needs_hopper, starts_of, step
 from torch._dynamo.utils import counters
 
 from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
-from nsa_layer.call import Call, CallSpec
-from nsa_layer.cute.host_constants import starts_on
-from nsa_layer.cute.varlen import Varlen
-from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing.cases import Case, make_inputs
 
@@ -77,27 +73,6 @@ def test_replays_equal_eager_calls(case: Case) -> None:
         return nsa(**dict(zip(names, tensors)), config=case.config, causal=case.causal, cu_seqlens=starts)
 
     assert_replays(call, draw, exact=case.config.deterministic)
-
-
-def test_packed_sequences_whose_starts_are_on_the_cpu() -> None:
-    """The host knows the lengths, so nothing waits for the GPU; their copies outlive any other packing's."""
-    needs_hopper()
-    starts = starts_of((300, 1, 64, 500, 35))
-    torch.manual_seed(0)
-    layer = NSAttention(512, num_heads=8, num_kv_heads=2, head_dim=64, config=FIXED, rope=RotaryEmbedding(64))
-    layer.to("cuda", torch.bfloat16)
-    others = iter(range(1, 71))
-
-    def draw(seed: int) -> tuple[list[Tensor], Tensor]:
-        for other in others if seed else ():  # more packings than are remembered
-            starts_on(starts_of((other,)), torch.device("cuda", 0))
-            q = torch.empty(other, 1, 64, device="cuda")
-            Varlen.of(Call(q, q, q, spec=CallSpec(FIXED, True, 1.0, (other,))))
-        torch.manual_seed(seed)
-        x, do = torch.randn(2, 900, 512, device="cuda", dtype=torch.bfloat16)
-        return [x.clone()], do
-
-    assert_replays(lambda x: layer(x, cu_seqlens=starts), draw)
 
 
 def test_graphed_module() -> None:

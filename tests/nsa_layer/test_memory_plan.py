@@ -14,7 +14,7 @@ from nsa_layer.cute.memory_plan import Sizes, plan_memory, predict
 from nsa_layer.operators import attend
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.assertions import assert_close_to_reference
-from nsa_tools.testing.cases import Case, make_inputs, run
+from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
 CPU = torch.device("cpu")
 TILES, TOKENS = NSAConfig(q_tile=128), NSAConfig()
@@ -62,8 +62,8 @@ def test_outputs_that_are_kept(recompute: str, kept: tuple[bool, ...]) -> None:
 def small_case(lengths: tuple[int, ...] | None, gate: str, deterministic: bool) -> Case:
     q_tile = 128 if lengths else 32 if gate == "given" else 1
     config = NSAConfig(deterministic=deterministic, block_counts=6, q_tile=q_tile, window_size=200)
-    sizes = dict(T=1000, Hq=12, Hkv=3, D=128, dtype=torch.bfloat16)
-    return Case(**sizes, config=config, lengths=lengths, gate=gate, compress_weights=gate != "none")
+    sizes = dict(T=1000, Hq=12, Hkv=3, D=128, dtype=torch.bfloat16, own_keys=() if gate == "weight" else OWN_KEYS)
+    return Case(**sizes, config=config, lengths=lengths, gate=gate, compress_weights=gate == "weight")
 
 
 PACK = (700, 0, 1, 500)
