@@ -226,7 +226,7 @@ class NSAConfig:
             require_bools(force_blocks=values["force_blocks"])
             new |= zip(RENAMED["force_blocks"], (1, 2) if values["force_blocks"] else (0, 0))
         new |= {name: value for name, value in values.items() if name not in RENAMED}
-        if unknown := sorted(name for name in new if name not in NAMES):
+        if unknown := sorted(name for name in new if name not in CONFIG_FIELDS):
             raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")
         return cls(**new)
 
@@ -238,7 +238,7 @@ class ListConfig(NSAConfig):
         pass
 
 
-NAMES = tuple(f.name for f in fields(NSAConfig))  # Dynamo cannot ask a class for them
+CONFIG_FIELDS = tuple(f.name for f in fields(NSAConfig))  # Dynamo cannot ask a class for them
 # Of dictionaries of older versions: fields under other names, and the default q_tile where none had compress_size.
 RENAMED = {"block_stride": ("compress_stride",), "force_blocks": ("init_blocks", "local_blocks")}
 OLD_TILE = 128

@@ -20,7 +20,7 @@ from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, hea
 from nsa_layer.context_parallel.transport import Exchange, ranks_of
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
-from nsa_layer.operators.layer import NAMES, static_spec
+from nsa_layer.operators.layer import STATIC_NAMES, static_spec
 from nsa_layer.saved_shapes import fitted, saved_shapes
 
 Tensor = torch.Tensor
@@ -43,7 +43,7 @@ class GatherLoop:
                 True if there will be a backward, and `static_of` the ranks.
             read: the lengths of packed sequences.
         """
-        call, (self.kept, self.backward, *ranks) = Call(*tensors), static[len(NAMES) :]
+        call, (self.kept, self.backward, *ranks) = Call(*tensors), static[len(STATIC_NAMES) :]
         self.cp, (q, k), self.packed = ranks_of(*ranks), call[:2], call.packed
         lengths = whole_lengths(call.cu_seqlens, q, self.cp) if self.packed and read else None
         self.spec = replace(static_spec(static, listed=call.block_indices is not None), lengths=lengths)

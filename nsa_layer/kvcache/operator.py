@@ -12,7 +12,7 @@ from nsa_layer import autocast, derivatives
 from nsa_layer.cached_call import with_query_lengths
 from nsa_layer.call import CACHES, TENSORS, Call, KVCache, accumulation_dtype, lse_shape
 from nsa_layer.operators import CONFIG, static_arguments
-from nsa_layer.operators.layer import NAMES, static_spec
+from nsa_layer.operators.layer import STATIC_NAMES, static_spec
 from nsa_layer.operators.registration import OPS, define, differentiate, needs_dispatcher, register
 
 Tensor = torch.Tensor
@@ -69,7 +69,7 @@ def _compute(
     *tensors: Tensor | None, validate: bool, bound: int | None = None, num_splits: int = 0, **static: Any
 ) -> tuple[Tensor, ...]:
     call = Call(*tensors[:STEP], cache=KVCache(*tensors[STEP:], num_splits))
-    spec = static_spec(map(static.__getitem__, NAMES), listed=call.block_indices is not None)
+    spec = static_spec(map(static.__getitem__, STATIC_NAMES), listed=call.block_indices is not None)
     call = with_query_lengths(call._replace(spec=spec), bound, backend=spec.backend, validate=validate)
     o, lses = _on_backend(call, validate=validate)
     return o, *(lse.contiguous() for lse in lses)

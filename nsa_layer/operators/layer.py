@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -19,20 +20,18 @@ from nsa_layer.checks import (
     starts_of_lengths,
     with_lengths,
 )
-from nsa_layer.config import ListConfig, NSAConfig
+from nsa_layer.config import CONFIG_FIELDS, ListConfig, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher, none_for_empty
 from nsa_layer.saved_shapes import saved_shapes
 
 Tensor = torch.Tensor
 NOTHING = (False, False, False)
-CONFIG = (
-    "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
-    "int compress_offset, int init_blocks, int local_blocks, bool deterministic, str rule, str branches, "
-    "bool causal, float softmax_scale, bool alone, str backend, float? index_scale, bool index_loss"
-)
-NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
-OF_CONFIG = NAMES.index("causal")
+KINDS = {"int": "int", "int | None": "int?", "bool": "bool", "str": "str", "tuple[str, ...]": "str"}
+OF_SPEC = "bool causal, float softmax_scale, bool alone, str backend, float? index_scale, bool index_loss"
+CONFIG = f"{', '.join(f'{KINDS[f.type]} {f.name}' for f in fields(NSAConfig))}, {OF_SPEC}"
+SPEC_FIELDS = tuple(each.split()[-1] for each in OF_SPEC.split(", "))
+STATIC_NAMES = (*CONFIG_FIELDS, *SPEC_FIELDS)
 INPUTS, COUNT, FIELDS = len(TENSORS), len(DIFFERENTIABLE), len(Saved._fields)
 
 
@@ -111,10 +110,9 @@ class Attend(derivatives.ReverseMode):
 
 def static_arguments(spec: CallSpec) -> dict[str, Any]:
     """The arguments of the operators that are no tensors, in their order."""
-    sizes = dict(compress_size=spec.config.span, compress_stride=spec.config.stride, compress_offset=spec.config.offset)
-    sizes["branches"] = " ".join(spec.config.branches)
-    of_config = {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:OF_CONFIG]}
-    return of_config | {name: getattr(spec, name) for name in NAMES[OF_CONFIG:]}
+    static = {name: getattr(spec.config, name) for name in CONFIG_FIELDS}
+    static |= {name: getattr(spec, name) for name in SPEC_FIELDS}
+    return static | dict(branches=" ".join(spec.config.branches))
 
 
 def reads_output(static: Sequence[Any]) -> bool:
@@ -125,12 +123,12 @@ def reads_output(static: Sequence[Any]) -> bool:
 
 def static_spec(static: Iterable[Any], *, listed: bool = False) -> CallSpec:
     """The inverse of `static_arguments`, of their values, which others may follow."""
-    return _call_spec(tuple(static)[: len(NAMES)], listed)
+    return _call_spec(tuple(static)[: len(STATIC_NAMES)], listed)
 
 
 @lru_cache(maxsize=256)
 def _call_spec(static: tuple[Any, ...], listed: bool) -> CallSpec:
-    of_config, of_spec = dict(zip(NAMES[:OF_CONFIG], static)), dict(zip(NAMES[OF_CONFIG:], static[OF_CONFIG:]))
+    of_config, of_spec = dict(zip(CONFIG_FIELDS, static)), dict(zip(SPEC_FIELDS, static[len(CONFIG_FIELDS) :]))
     of_config["branches"] = tuple(of_config["branches"].split())
     config = (ListConfig if of_spec["alone"] else NSAConfig)(**of_config)
     return CallSpec(config, listed=listed, **of_spec)

@@ -17,7 +17,7 @@ from nsa_layer.cached_call import check_call
 from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call
 from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.operators import static_arguments
-from nsa_layer.operators.layer import NAMES
+from nsa_layer.operators.layer import STATIC_NAMES
 from nsa_tools.testing.cases import Case, make_inputs
 
 Tensor = torch.Tensor
@@ -157,4 +157,4 @@ def deterministic() -> Iterator[None]:
 
 def by_place(static: dict) -> list:
     """The operator's arguments that are no tensors, in order."""
-    return [static[name] for name in (*NAMES, "backend", "heads", "budget", "kept", "bound", "needs_grad")]
+    return [static[name] for name in (*STATIC_NAMES, "heads", "budget", "kept", "bound", "needs_grad")]
