@@ -32,8 +32,7 @@ class CallSpec:
         backend: that computes them.
         index_scale: the factor of q_index . k_index; None without an index.
         index_loss: the sums of the index' loss are computed.
-        window: of each packed sequence, or of a batch for all, (keys, position of the first query among them) of the
-            sliding window, where ``k_win`` and ``v_win`` have other rows than k and v; else None.
+        longest_win: tokens at most that k_win has of a packed sequence, with ``win_offset``.
     """
 
     config: NSAConfig
@@ -43,11 +42,11 @@ class CallSpec:
     lengths_k: tuple[int, ...] | None = None
     listed: bool = False
     bound: int | None = None
-    window: tuple[tuple[int, int], ...] | None = None
     alone: bool = False
     backend: str = "cute"
     index_scale: float | None = None
     index_loss: bool = False
+    longest_win: int | None = None
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:
@@ -93,13 +92,16 @@ class KVCache(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call: its tensors in the order of the operator's arguments, as in `nsa`, which has all but the last two, and
-    its static side.
+    """A call: its tensors in the order of the operator's arguments, as in `nsa`, which has all but the last two of
+    these; what a part of a larger call has beside them; and its static side.
 
     Attributes:
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
             there may be more than queries; None: the queries are the last ones.
         cu_seqlens_k: starts of packed keys, where they are not those of queries.
+        pages: int32 [B, n], pages of each sequence; k and v are [pages, page, Hkv, D] then, and there is no backward.
+        win_offset: where k_win and v_win have other rows than k and v, ``q_offset`` among these; else None.
+        cu_seqlens_win: with it, the starts of packed k_win and v_win.
         spec: None until the arguments have been checked.
         cache: keys and values are in caches, and k, v, k_cmp, v_cmp, k_win and v_win those that are added, or None.
     """
@@ -121,6 +123,9 @@ class Call(NamedTuple):
     block_indices: torch.Tensor | None = None
     q_offset: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+    win_offset: torch.Tensor | None = None
+    cu_seqlens_win: torch.Tensor | None = None
     spec: CallSpec | None = None
     cache: KVCache | None = None
 
@@ -128,8 +133,7 @@ class Call(NamedTuple):
     def of(cls, arguments: Mapping[str, Any]) -> Call:
         """The call of arguments by name, those of `KVCache` too."""
         cache = {name: arguments[name] for name in KVCache._fields if name in arguments}
-        tensors = (arguments.get(name) for name in TENSORS)
-        return cls(*tensors, cache=KVCache(**cache) if cache else None)
+        return cls(*map(arguments.get, cls._fields[:-2]), cache=KVCache(**cache) if cache else None)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -184,6 +188,15 @@ class Call(NamedTuple):
         return self.q.shape[1] if not self.packed else self.spec.bound or max(self.spec.lengths)
 
     @property
+    def longest_k(self) -> int:
+        """Keys of a sequence, at most."""
+        if self.pages is not None:
+            return self.pages.shape[1] * self.k.shape[1]
+        if self.spec.key_lengths is not None:
+            return max(self.spec.key_lengths)
+        return (self.cu_seqlens_k is None and self.spec.bound) or self.v.shape[-3]
+
+    @property
     def of_window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the sliding window."""
         return self.k if self.k_win is None else self.k_win, self.v if self.v_win is None else self.v_win
@@ -235,7 +248,7 @@ class Call(NamedTuple):
             split = {name: x.unbind() for name, x in own.items()}
         else:
             config, keys = spec.config, spec.key_lengths
-            of_window = keys if spec.window is None else [length for length, _ in spec.window]
+            of_window = keys if self.cu_seqlens_win is None else self.cu_seqlens_win.diff().tolist()
             sizes = dict.fromkeys(("q", "gates", "q_index"), spec.lengths) | dict.fromkeys(("k", "v", "k_index"), keys)
             sizes |= dict.fromkeys(("k_win", "v_win"), of_window)
             sizes |= dict.fromkeys(("k_cmp", "v_cmp"), tuple(map(config.compressed_length, keys)))
@@ -244,7 +257,7 @@ class Call(NamedTuple):
             # lists and compressed keys than these lengths need.
             split = {name: x.split((*sizes[name], len(x) - sum(sizes[name])))[:-1] for name, x in own.items()}
         for parts in zip(*split.values(), strict=True):
-            yield self._replace(**dict(zip(split, parts)), cu_seqlens=None, cu_seqlens_k=None, q_offset=None)
+            yield self._replace(**dict(zip(split, parts)) | dict.fromkeys(OF_PACK))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor], names: Iterable[str] = ()) -> Call:
         """Copy of the call with `change` applied to every tensor that is not None, or only to `names`."""
@@ -256,11 +269,12 @@ class Call(NamedTuple):
         return self.map(lambda x: x.unsqueeze(0), OF_SEQUENCES)
 
 
-TENSORS = Call._fields[:-2]
+TENSORS = Call._fields[: Call._fields.index("pages")]
 DIFFERENTIABLE = TENSORS[:13]
 OF_CACHES = TENSORS[:11]  # differentiable tensors that a call on caches has too
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
 STARTS = ("cu_seqlens", "cu_seqlens_k")
+OF_PACK = (*STARTS, "cu_seqlens_win", "q_offset", "win_offset")
 # Tensors that hold something for each sequence.
 OF_SEQUENCES = ("q", "k", "v", "gates", *OWN_KEYS, "q_index", "k_index", "block_indices")
 LSES = dict(zip(BRANCHES, ("lse_cmp", "lse_slc", "lse_swa")))  # fields of `Saved` and `Aux`

@@ -138,6 +138,11 @@ class NSAConfig:
         return branch in self.branches and (branch != "window" or self.window_size > 0)
 
     @property
+    def window_reach(self) -> int:
+        """Tokens that the sliding window sees before the query's own."""
+        return max(0, self.window_size - 1)
+
+    @property
     def by_token(self) -> bool:
         """True if each query chooses its own blocks."""
         return self.q_tile == 1 and self.rule != "seed"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -201,13 +202,18 @@ class GatherLoop:
             index["block_indices"] = ..., tiles, of_list, slice(None)
         tensors = {name: x[at] for name, at in index.items() if (x := getattr(self.call, name)) is not None}
         tensors |= {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
-        window = shard.window(spec)[1] if "k_win" in keys else None
-        if window is None and spec.config.window_size:
-            rows, window = shard.window(spec, tile=TILE)
-            tensors |= {f"{name}_win": tensors[name][..., rows, :, :] for name in "kv"}
-        offsets = shard.offsets if spec.lengths else shard.offsets * len(tensors["q"])
-        tensors["q_offset"] = numbers_on((offsets,), self.call.q.device)[0]
-        return Call(**tensors, spec=replace(shard.spec(spec), window=window)), index, rows
+        of_shard, numbers, own = shard.spec(spec), {"q_offset": shard.offsets}, "k_win" in keys
+        if spec.config.window_size:
+            rows, of_window = shard.window(spec, tile=1 if own else TILE)
+            if not own:
+                tensors |= {f"{name}_win": tensors[name][..., rows, :, :] for name in "kv"}
+            lengths, numbers["win_offset"] = zip(*of_window)
+            if spec.lengths:
+                numbers["cu_seqlens_win"] = (0, *accumulate(lengths))
+                of_shard = replace(of_shard, longest_win=max(lengths))
+        times = 1 if spec.lengths else len(tensors["q"])
+        tensors |= zip(numbers, numbers_on(tuple(x * times for x in numbers.values()), self.call.q.device))
+        return Call(**tensors, spec=of_shard), index, None if own else rows
 
     def _plan(self, step: int) -> MemoryPlan:
         """All heads of a step at once."""

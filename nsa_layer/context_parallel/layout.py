@@ -160,7 +160,7 @@ class QueryShard(NamedTuple):
         Returns:
             Their rows among the keys of the shard, and for each sequence (keys, position of the first query in them).
         """
-        reach, begin, total = spec.config.window_size - 1, self.lengths[0][2], self.keys.stop - self.keys.start
+        reach, begin, total = spec.config.window_reach, self.lengths[0][2], self.keys.stop - self.keys.start
         end = begin + self.queries.stop - self.queries.start
         first = max(0, begin - -(-reach // tile) * tile)
         last = end if spec.causal else min(total, end + -(-reach // tile) * tile)

@@ -11,8 +11,7 @@ from nsa_layer.call import DIFFERENTIABLE, Call, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend, attend_selected, compiling
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
-from nsa_layer.cute.head_groups import (
-    as_kernels_read,
+from nsa_layer.cute.head_slices import (
     head_group,
     joined,
     narrow,
@@ -21,7 +20,7 @@ from nsa_layer.cute.head_groups import (
 )
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.selected import dq_options, query_lists, selected_options, token_block_csr, use_split_dq
-from nsa_layer.cute.varlen import Varlen
+from nsa_layer.cute.varlen import Varlen, as_kernels_read
 from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.launch import aligned_rows
 from nsa_layer.kernels.pooling.mean_pool import mean_pool_backward
@@ -103,7 +102,7 @@ def backward_group(
     k_cmp = saved.k_cmp if call.k_cmp is None else call.k_cmp
     v_cmp = saved.v_cmp if call.v_cmp is None else call.v_cmp
     scale, ordered = spec.softmax_scale, dict(deterministic=spec.config.deterministic)
-    of_cmp, of_swa = compressed_options(call, varlen), window_options(spec, varlen, call.q_offset)
+    of_cmp, of_swa = compressed_options(call, varlen), window_options(call, varlen)
     cu_seqlens, fixed = varlen.cu_seqlens, dict(softmax_scale=scale)
     unions = reads_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 
-from nsa_layer.call import Call, CallSpec
+from nsa_layer.call import Call
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.varlen import Varlen
 
 
@@ -27,15 +24,14 @@ def compressed_options(call: Call, varlen: Varlen) -> dict:
     return options
 
 
-def window_options(spec: CallSpec, varlen: Varlen, q_offset: torch.Tensor | None) -> dict:
+def window_options(call: Call, varlen: Varlen) -> dict:
     """Options of the sliding window of ``config.window_size`` tokens."""
-    reach = max(0, spec.config.window_size - 1)
-    window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
-    if spec.window is None:
-        return window | token_options(varlen) | position_options(q_offset)
-    keys, first = zip(*spec.window)
-    starts, first = numbers_on(((0, *accumulate(keys)), first * (len(q_offset) // len(first))), q_offset.device)
-    return window | token_options(varlen, starts, max(keys)) | position_options(first)
+    reach = call.config.window_reach
+    window = dict(window_size_left=reach, window_size_right=0 if call.spec.causal else reach)
+    if call.win_offset is None:
+        return window | token_options(varlen) | position_options(call.q_offset)
+    tokens = token_options(varlen, call.cu_seqlens_win, call.spec.longest_win)
+    return window | tokens | position_options(call.win_offset)
 
 
 def position_options(q_offset: torch.Tensor | None) -> dict:

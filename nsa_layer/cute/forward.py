@@ -7,7 +7,6 @@ values, and the selected blocks. Block lists are built again in backward; nothin
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 
@@ -15,10 +14,8 @@ from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.mma.form import use_mma_sync
 from flash_attn.cute.runtime import replay
 from nsa_layer.call import Call, CallSpec, Saved, Signature
-from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.head_groups import (
-    as_kernels_read,
+from nsa_layer.cute.head_slices import (
     head_group,
     join_saved,
     narrow,
@@ -28,7 +25,7 @@ from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.select_blocks import choose_by_index, select_blocks
 from nsa_layer.cute.selected import dq_options, selected_options
 from nsa_layer.cute.side_stream import SideStream
-from nsa_layer.cute.varlen import Varlen
+from nsa_layer.cute.varlen import Varlen, as_kernels_read
 from nsa_layer.kernels.gating.forward import gated_sum
 from nsa_layer.kernels.pooling.mean_pool import mean_pool
 from nsa_layer.profiler_ranges import component
@@ -39,36 +36,12 @@ from nsa_layer.warm_up.api import compile_missing
 Tensor = torch.Tensor
 
 
-class Pages(NamedTuple):
-    """Keys in the pages of a cache: k and v are [pages, page, Hkv, D] then, k_win and v_win copies for the window.
-
-    There is no backward over pages.
-
-    Attributes:
-        table: int32 [B, n], pages of each sequence; a page is a multiple of 64 keys.
-        capacity: keys that a sequence may have.
-        in_window: int32 [B], the position of each sequence's first query among k_win.
-        starts: int32 [B + 1], of packed k_win.
-    """
-
-    table: Tensor
-    capacity: int
-    in_window: Tensor
-    starts: Tensor | None
-
-    def of_window(self, varlen: Varlen, config: NSAConfig) -> tuple[Varlen, Tensor]:
-        """Lengths and positions for `window_options`."""
-        longest = varlen.longest + config.window_size - 1
-        return varlen._replace(cu_seqlens_k=self.starts, longest_k=longest), self.in_window
-
-
 def forward(
     call: Call,
     *,
     plan: MemoryPlan,
     backward: bool = True,
     o: Tensor | None = None,
-    pages: Pages | None = None,
     side_stream: SideStream | None = None,
 ) -> tuple[Tensor, Saved]:
     """o [..., Hq, Dv], and what backward needs of all heads; lists of the caller's are left out.
@@ -79,8 +52,6 @@ def forward(
         side_stream: of the window's attention; joined before its output is read. None: all on the current one.
     """
     (call, varlen), spec = as_kernels_read(call), call.spec
-    if pages is not None:
-        varlen = varlen._replace(longest_k=pages.capacity)
     with compiling(call, plan, backward=backward):
         if call.one_branch:
             lists = None
@@ -98,10 +69,9 @@ def forward(
             # The window needs nothing but q, k and v: the GPU has work at once, while the host launches short kernels.
             o_swa = lse_swa = None
             if spec.config.window_size:
-                in_window = (varlen, part.q_offset) if pages is None else pages.of_window(varlen, spec.config)
                 into = None if side_stream is None else new_outputs(q, v)
                 with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
-                    o_swa, lse_swa = attend(q, *part.of_window, spec, window_options(spec, *in_window), into)
+                    o_swa, lse_swa = attend(q, *part.of_window, spec, window_options(part, varlen), into)
             with component("compress"):
                 k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen)
             with component("cmp"):
@@ -116,7 +86,7 @@ def forward(
             with component("lists"):
                 of_slc = selected_options(part, varlen, indices, counts, backward=False)
             with component("slc"):
-                o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, None if pages is None else pages.table)
+                o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, call.pages)
             if side_stream is not None:
                 side_stream.join()
             with component("gate"):

@@ -25,7 +25,7 @@ import torch
 from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import check_slots
 from nsa_layer.call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, Call, Saved, Signature
-from nsa_layer.cute.forward import Pages, forward
+from nsa_layer.cute.forward import forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.selected import reads_pages
@@ -126,7 +126,7 @@ def _bytes_copied(call: Call) -> int:
     """Bytes that are copied of a sequence's caches."""
     how, config, tokens = _how_read(call), call.config, call.cache.capacity
     if how == "pages":
-        window = call.longest + config.window_size - 1 if config.window_size else 0
+        window = call.longest + config.window_reach if config.window_size else 0
         tokens = min(tokens, window) + tokens // config.stride
     return 0 if how == "rows" else _bytes_of_tokens(call, tokens)
 
@@ -209,7 +209,9 @@ class _Chunk:
         if call.packed:
             rows = tiles = slice(None)
             lengths_k = tuple(call.cache.capacity if T else 0 for T in (spec.lengths or (1,) * call.B)[part])
-            spec = replace(spec, lengths_k=lengths_k, lengths=spec.lengths and spec.lengths[part])
+            lengths = spec.lengths and spec.lengths[part]
+            longest_win = (spec.bound or max(lengths)) + call.config.window_reach
+            spec = replace(spec, lengths_k=lengths_k, lengths=lengths, longest_win=longest_win)
             if spec.lengths is not None:
                 counted = (list(map(count, call.spec.lengths)) for count in (int, call.config.num_tiles))
                 rows, tiles = (slice(sum(each[: part.start]), sum(each[: part.stop])) for each in counted)
@@ -218,16 +220,16 @@ class _Chunk:
         more = dict(gate_weight=call.gate_weight, gates=gates, block_indices=lists, cu_seqlens=call.cu_seqlens)
         with (side_stream_for(q) if call.config.window_size else None) or nullcontext() as side_stream:
             with component("cache"):
-                keys, pages = self._keys(part, side_stream)
-            tensors = Call(q, **keys, **more, q_offset=self.slots[CacheSlots.FIRST, part], spec=spec)
-            o, saved = infer(tensors, self.memory, pages, side_stream)
+                more |= self._keys(part, side_stream)
+            tensors = Call(q, **more, q_offset=self.slots[CacheSlots.FIRST, part], spec=spec)
+            o, saved = infer(tensors, self.memory, side_stream)
         lse_swa = torch.full_like(saved.lse_cmp, -torch.inf) if saved.lse_swa is None else saved.lse_swa
         return o, saved.lse_cmp, saved.lse_slc, lse_swa
 
-    def _keys(self, part: slice, side_stream: SideStream | None) -> tuple[dict[str, Tensor | None], Pages | None]:
-        """Keys and values of all branches by name, with slots for the caches' capacity of each sequence; those of a
-        window on pages are copied on the stream of its attention."""
-        call, pages, starts = self.call, None, None
+    def _keys(self, part: slice, side_stream: SideStream | None) -> dict[str, Tensor | None]:
+        """Keys and values of all branches by name, with slots for the caches' capacity of each sequence, and how they
+        lie; those of a window on pages are copied on the stream of its attention."""
+        call, starts, more = self.call, None, {}
         capacity, count = call.cache.capacity, call.config.compressed_length(call.cache.capacity)
         caches = self._tensors(*CACHES)
         kv, of_window, compressed = caches[:2], caches[2:4], caches[4:]
@@ -239,8 +241,9 @@ class _Chunk:
         else:
             if call.config.window_size:
                 of_window = tuple(shared if x is None else x for x, shared in zip(of_window, kv))
-                of_window, starts = self._copied(of_window, part, WINDOW, 1, call.config.window_size - 1, side_stream)
-            pages = Pages(self.tables[0][part], capacity, self.slots[CacheSlots.IN_WINDOW, part], starts)
+                of_window, starts = self._copied(of_window, part, WINDOW, 1, call.config.window_reach, side_stream)
+                more = dict(win_offset=self.slots[CacheSlots.IN_WINDOW, part], cu_seqlens_win=starts)
+            more["pages"] = self.tables[0][part]
         if self.how != "rows":
             compressed, _ = self._copied(compressed, part, COMPRESSED, 0, count)
         sources = tuple(x if y is None else None for x, y in zip(kv, compressed))
@@ -250,7 +253,7 @@ class _Chunk:
                 means = self._compress(sources, starts, *blocks)
             clear(means, self.slots[:, part], CacheSlots.CMP_END, blocks[0])
             compressed = tuple(y if x is None else x for x, y in zip(compressed, means))
-        return dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), (*kv, *of_window, *compressed))), pages
+        return more | dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), (*kv, *of_window, *compressed)))
 
     def _copied(
         self,
@@ -311,12 +314,7 @@ def _each(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
     return tuple(x if x is None else change(x) for x in pair)
 
 
-def infer(
-    call: Call, memory: MemoryPolicy, pages: Pages | None, side_stream: SideStream | None
-) -> tuple[Tensor, Saved]:
+def infer(call: Call, memory: MemoryPolicy, side_stream: SideStream | None) -> tuple[Tensor, Saved]:
     """Forward without a backward."""
-    sizes = Sizes.of(call, needs_grad=False)
-    if pages is not None:
-        sizes = sizes._replace(longest=pages.capacity)
-    plan = plan_memory(sizes, memory, call.q.device)
-    return forward(call, plan=plan, backward=False, pages=pages, side_stream=side_stream)
+    plan = plan_memory(Sizes.of(call, needs_grad=False), memory, call.q.device)
+    return forward(call, plan=plan, backward=False, side_stream=side_stream)

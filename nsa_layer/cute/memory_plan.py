@@ -102,10 +102,9 @@ class Sizes(NamedTuple):
     def of(cls, call: Call, *, needs_grad: bool) -> Sizes:
         """The sizes of a call; of k the shape is that of v."""
         spec, config, q, v, lists = call.spec, call.config, call.q, call.v, call.block_indices
-        longest = max(spec.key_lengths) if spec.key_lengths else spec.bound or v.shape[-3]
-        counts = (q.shape[:-2].numel(), v.shape[:-2].numel(), longest)
+        counts = (q.shape[:-2].numel(), v.shape[:-2].numel(), call.longest_k)
         heads = (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
-        width = config.list_width(longest) if lists is None else lists.shape[-1]
+        width = config.list_width(call.longest_k) if lists is None else lists.shape[-1]
         of_lists = (width, call.q_heads_per_list, reads_unions(config, listed=spec.listed), lists is not None)
         more = (call.gate, call.has_own_window, needs_grad)
         return cls(*counts, *heads, q.element_size(), config, *of_lists, *more)

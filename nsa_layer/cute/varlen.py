@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call import Call, CallSpec
+from nsa_layer.call import OWN_KEYS, Call, CallSpec
 from nsa_layer.cute.host_constants import aligned, numbers_on
+from nsa_layer.kernels.launch import aligned_rows
 from nsa_layer.kernels.union_lists.sizes import ROWS
 from nsa_layer.support import hopper_kv_tile, reads_unions
 
+READ = ("q", "k", "v", *OWN_KEYS, "q_index", "k_index")  # rows by token or block
 # (factor, more, size) of a count: a sequence of T tokens has (T * factor + more) // size, at least 0.
 Counts = tuple[tuple[int, int, int], ...]
 
@@ -53,8 +55,9 @@ class Varlen(NamedTuple):
     def of(cls, call: Call) -> Varlen:
         """The lengths of a call, without a synchronisation; its starts are on the GPU unless ``lengths_known``."""
         spec, config, (q, k), lengths_k = call.spec, call.config, call[:2], call.spec.key_lengths
+        longest = call.longest, call.longest_k, config.compressed_length(call.longest_k)
         if not call.packed:
-            return cls(*[None] * 9, q.shape[1], k.shape[1], config.compressed_length(k.shape[1]))
+            return cls(*[None] * 9, *longest)
         rows, kv_tile = call.q_heads_per_list, _kv_tile(spec)
         of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, ROWS - 1, ROWS)
         of_k = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)
@@ -66,9 +69,29 @@ class Varlen(NamedTuple):
             starts = (*starts_of(call.cu_seqlens, of_q), *starts_of(call.cu_seqlens_k, of_k))
         else:
             starts = starts_of(call.cu_seqlens, (*of_q, *of_k))
-        longest_k = max(lengths_k) if lengths_k else spec.bound if call.cu_seqlens_k is None else len(k)
         totals = call.num_compressed, len(k) // kv_tile + call.B, len(q) * rows // ROWS + call.B
-        return cls(*starts, *totals, call.longest, longest_k, config.compressed_length(longest_k))
+        return cls(*starts, *totals, *longest)
+
+
+def as_kernels_read(call: Call) -> tuple[Call, Varlen]:
+    """A call with rows aligned to 16 bytes, and its starts on the GPU; of the selected branch alone
+    with q_offset."""
+    call = call.map(aligned_rows, READ)
+    varlen = Varlen.of(call)
+    return (call._replace(q_offset=_first_positions(call, varlen)) if call.one_branch else call), varlen
+
+
+def _first_positions(call: Call, varlen: Varlen) -> torch.Tensor | None:
+    """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
+    (q, k), spec, q_offset = call[:2], call.spec, call.q_offset
+    if not spec.causal:
+        return None
+    if q_offset is not None:
+        return q_offset.contiguous()
+    if not spec.lengths_known:
+        return None if call.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
+    of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
+    return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
 
 
 def _kv_tile(spec: CallSpec) -> int:

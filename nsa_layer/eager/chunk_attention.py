@@ -32,7 +32,7 @@ def visible_compressed(spec: CallSpec, q_offset: int, Tc: int) -> Visible:
 
 def visible_window(spec: CallSpec, q_offset: int) -> Visible:
     """Keys of the sliding window of queries, the first of which is at position `q_offset`."""
-    back = spec.config.window_size - 1
+    back = spec.config.window_reach
     ahead = 0 if spec.causal else back
     return lambda t: (t + q_offset - back, t + q_offset + ahead + 1)
 

@@ -73,10 +73,8 @@ def batches(call: Call) -> Iterator[tuple[Call, int, int]]:
         offsets = [call.k.shape[1] - call.q.shape[1]] * len(call.q)
     else:
         offsets = [S - T for T, S in zip(spec.lengths, spec.key_lengths)]
-    in_window = offsets
-    if spec.window is not None:
-        in_window = [first for _, first in spec.window] * (1 if spec.lengths else len(offsets))
-    if spec.lengths is None and len(set(offsets)) == 1:
+    in_window = offsets if call.win_offset is None else call.win_offset.tolist()
+    if spec.lengths is None and len({*zip(offsets, in_window)}) == 1:
         yield call, offsets[0], in_window[0]
         return
     for sequence, *at in zip(call.sequences(), offsets, in_window, strict=True):

@@ -128,19 +128,19 @@ def invalidate_rows(o, lses, slots, cu_seqlens):
             _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
 
 
-def infer(call, memory, pages, side_stream):
+def infer(call, memory, side_stream):
     """Eager's, of keys of which those behind the last query's are finite for a while."""
     given = call._asdict()
     spec = given.pop("spec")
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
+    pages, win_offset, cu = (given.pop(name) for name in ("pages", "win_offset", "cu_seqlens_win"))
     if pages is not None:
-        k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages.table]) for x in (k, v))
-        cu = pages.starts
+        k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages]) for x in (k, v))
         for name, whole in (("k_win", k), ("v_win", v)):
             if (stretch := given[name]) is None:
                 continue
             given[name] = torch.zeros_like(whole)
-            for b, (first, at) in enumerate(zip(q_offset.tolist(), pages.in_window.tolist())):
+            for b, (first, at) in enumerate(zip(q_offset.tolist(), win_offset.tolist())):
                 of_b = _rows(stretch, cu, b)[: k.shape[1] - first + at]
                 given[name][b, first - at : first - at + len(of_b)] = of_b
         if (rooms := spec.lengths_k) is not None:

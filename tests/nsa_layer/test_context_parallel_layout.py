@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from layer_calls import starts_of
 from rank_cases import RANKS, SMALL, by_ranks
 from stub_kernels import stubbed_layer
 
@@ -45,10 +45,11 @@ def test_windows_of_a_rank_see_what_those_of_one_see(
             rows, window = shard.window(call, tile=tile)
             count, begin = shard.queries.stop - shard.queries.start, chunk * T // size // len(chunks)
             first = shard.keys.start + rows.start
-            here = replace(shard.spec(call), window=window)
             q, k = (torch.empty(*(() if lengths else (1,)), n, 1, 1) for n in (count, rows.stop - rows.start))
-            varlen = Varlen.of(Call(q, k, k, spec=here))
-            given = window_options(here, varlen, torch.tensor(shard.offsets, dtype=torch.int32))
+            keys, at = zip(*window)
+            of_window = dict(k_win=k, v_win=k, win_offset=torch.tensor(at), cu_seqlens_win=starts_of(keys))
+            here = Call(q, k, k, spec=shard.spec(call), **of_window)
+            given = window_options(here, Varlen.of(here))
             starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()
             of_keys = given.get("cu_seqlens_k", torch.tensor([0, rows.stop - rows.start])).tolist()
             for s, offset in enumerate(given["q_offset"].tolist()):

@@ -1,37 +1,12 @@
-"""Groups of key/value heads with their query heads: a call's tensors narrowed to one, and what they leave, joined."""
+"""Slices of heads: a call's tensors and what is saved, narrowed to a group of key/value heads, and joined again."""
 
 from __future__ import annotations
 
 import torch
 
 from nsa_layer.call import OWN_KEYS, Call, Saved
-from nsa_layer.cute.host_constants import numbers_on
-from nsa_layer.cute.varlen import Varlen
-from nsa_layer.kernels.launch import aligned_rows
 
 Tensor = torch.Tensor
-READ = ("q", "k", "v", *OWN_KEYS, "q_index", "k_index")  # rows by token or block
-
-
-def as_kernels_read(call: Call) -> tuple[Call, Varlen]:
-    """A call with rows aligned to 16 bytes, and its starts on the GPU; of the selected branch alone
-    with q_offset."""
-    call = call.map(aligned_rows, READ)
-    varlen = Varlen.of(call)
-    return (call._replace(q_offset=_first_positions(call, varlen)) if call.one_branch else call), varlen
-
-
-def _first_positions(call: Call, varlen: Varlen) -> Tensor | None:
-    """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
-    (q, k), spec, q_offset = call[:2], call.spec, call.q_offset
-    if not spec.causal:
-        return None
-    if q_offset is not None:
-        return q_offset.contiguous()
-    if not spec.lengths_known:
-        return None if call.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
-    of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
-    return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
 
 
 def head_group(call: Call, first: int, end: int) -> Call:
