@@ -201,6 +201,10 @@ faults(
     ("ranks forgotten", "flash_attn.cute.lists.backward_plan:_work_tiles", ("schedule.plans", "lists.plan"),
      "All work tiles that add to the same dk and dv have the first rank.",
      result(lambda plan: plan.index_fill(1, torch.tensor([5]), 0))),
+    ("full across the end", "flash_attn.cute.block_lists:lists_from_blocks", ("windows.dense", "lists.made"),
+     "The last block of keys counts as full wherever the one before it is: a missing tail mask.",
+     given(full=lambda full: full if full is None or full.shape[-1] < 2 else torch.cat(
+         [full[..., :-1], full[..., -1:] | full[..., -2:-1]], -1))),
     ("window one too wide", "flash_attn.cute.block_lists:_ranges", "windows.lists",
      "The full blocks of a window begin one block early.", given(skip=lambda skip: (skip - 1).clamp(min=0))),
     ("blind to duplicates", "flash_attn.cute.lists.validate:_check_duplicates", ("lists.wrong", "packed.wrong"),
@@ -232,16 +236,6 @@ def _remainder(original: Callable, counts: Any, pieces: Any, *args: Any) -> Any:
     last = plan[:, 4] == counts[plan[:, 0].long(), plan[:, 1].long(), plan[:, 2].long()]
     plan[:, 4] -= ((plan[:, 3] > 0) & last).int()
     return plan
-
-
-@fault("full across the end", "flash_attn.cute.block_lists:lists_from_blocks", "windows.dense", "lists.made")
-@instead
-def _across(original: Callable, listed: Any, full: Any = None, **more: Any) -> Any:
-    """The last block of keys counts as full wherever the one before it is: a missing tail mask."""
-    if full is not None and full.shape[-1] > 1:
-        full = full.clone()
-        full[..., -1] |= full[..., -2]
-    return original(listed, full, **more)
 
 
 @fault("codec hangs", "patches.codec:_shift", "patches", seconds=240.0)

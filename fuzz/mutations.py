@@ -92,6 +92,7 @@ def given(**changes: Any) -> Change:
 
         def wrong(*args: Any, **more: Any) -> Any:
             bound = takes.bind(*args, **more)
+            bound.apply_defaults()
             for name, change in changes.items():
                 bound.arguments[name] = change(bound.arguments[name]) if callable(change) else change
             return original(*bound.args, **bound.kwargs)

@@ -40,8 +40,9 @@ def shares(case: Edge) -> None:
     plan = query_shares(compress, *sizes, case.heads, case.num_sms)
     assert LEAST_TILES <= plan.tiles <= MOST_QUERIES // tile_m, f"{plan} is too long or too short"
     tiles = -(-sizes[0] // tile_m)
-    end = plan.count * plan.tiles
-    assert end - plan.tiles < tiles <= end, f"{plan} ends at tile {end} of {tiles}"
+    limits = [plan.limits(share) for share in range(plan.count)]
+    assert limits == [(at, at + plan.tiles) for at in range(0, plan.count * plan.tiles, plan.tiles)], f"{limits}"
+    assert limits[-1][0] < tiles <= limits[-1][1], f"{plan} ends at tile {limits[-1][1]} of {tiles}"
 
 
 @holds("windows.lists", strategies.windows, pr=30)

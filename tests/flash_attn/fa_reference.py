@@ -31,6 +31,12 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[
     return torch.einsum("...hqk,...khd->...qhd", p, v_all).to(q.dtype), s.logsumexp(-1), p
 
 
+def in_pages(x: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:
+    """Keys or values of a batch or a pack, on the pages that a table names for each sequence."""
+    pages = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[-3] % page)).flatten(0, -3).unflatten(0, (-1, page))
+    return torch.empty_like(pages).index_copy_(0, table.flatten().long(), pages)
+
+
 def one_pass(case: Case, x: Inputs) -> Tensors:
     """The kernels' results, over lists in one pass."""
     o, lse = forward(case, x)

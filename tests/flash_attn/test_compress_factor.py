@@ -7,7 +7,7 @@ import pytest
 import torch
 from fa_compile import Worker, built_kernels, in_order
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
-from fa_reference import assert_case, assert_forward, one_pass
+from fa_reference import assert_case, assert_forward, in_pages, one_pass
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, CompressArgs, compression, refuse_unsupported
@@ -107,12 +107,7 @@ def test_paged_keys(page_size: int) -> None:
         x = make_inputs(case)
         per_sequence = -(-T_k // page_size)
         pages = torch.randperm(2 * per_sequence, device="cuda", dtype=torch.int32).view(2, per_sequence)
-        stores = []
-        for t in (x.k, x.v):
-            store = torch.zeros(2 * per_sequence, page_size, *t.shape[2:], dtype=t.dtype, device="cuda")
-            padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, per_sequence * page_size - T_k))
-            store[pages.flatten().long()] = padded.view(2 * per_sequence, page_size, *t.shape[2:])
-            stores.append(store)
+        stores = [in_pages(t, pages, page_size) for t in (x.k, x.v)]
         o, lse, *_ = _flash_attn_fwd(
             x.q, *stores, page_table=pages, seqused_k=torch.full((2,), T_k, dtype=torch.int32, device="cuda"),
             causal=True, compress_factor=factor, compress_offset=case.compress[1], return_lse=True,

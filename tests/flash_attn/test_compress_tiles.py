@@ -258,11 +258,6 @@ def test_multiprocessors_get_four_shares_each() -> None:
     assert plans == {4096: QueryShares(8, 8), 16384: QueryShares(12, 23), 65536: QueryShares(8, 128)}
 
 
-def test_shares_lie_side_by_side() -> None:
-    shares = QueryShares(count=8, tiles=255)
-    assert [shares.limits(share) for share in range(8)] == [(share * 255, (share + 1) * 255) for share in range(8)]
-
-
 def test_the_tile_is_for_calls_that_leave_room() -> None:
     assert forward_tile(128, 128, 1, plain=True) == (192, 80)
     assert forward_tile(128, 128, 5, plain=True) is None

@@ -11,6 +11,7 @@ from fa_compile import Worker, built_kernels, kernel_fields, refused, swept
 from fa_cubin import machine_code
 from fa_dq import call as dq_pass
 from fa_dq import compile_pass, rounded_sums, row_sums
+from fa_reference import in_pages
 from fa_tokens import (
     BLOCK,
     PACK,
@@ -112,10 +113,6 @@ def on_pages(case: TokenCase, page: int, device: str = "cuda") -> dict[str, torc
     return found | dict(cu_seqlens_k=None) if case.packed else found
 
 
-def in_pages(x: torch.Tensor, page: int) -> torch.Tensor:
-    return x.flatten(0, -3).unflatten(0, (-1, page))
-
-
 # What is compiled: calls on tensors without memory, in a worker.
 
 
@@ -139,7 +136,8 @@ def compile_pages(case: TokenCase, page: int = 64) -> None:
         given = on_pages(case, page, "cpu")
     given = {name: None if t is None else on_device(t) for name, t in given.items()}
     x = make_inputs(case)
-    attend(case, replace(x, k=in_pages(x.k, page), v=in_pages(x.v, page)), fake_lists(case), **given)
+    k, v = (in_pages(t, given["page_table"], page) for t in (x.k, x.v))
+    attend(case, replace(x, k=k, v=v), fake_lists(case), **given)
 
 
 def compile_dq(case: TokenCase, output: str = "dq") -> None:
@@ -502,8 +500,6 @@ def test_bits_are_those_of_keys_that_lie_together(case: TokenCase, page: int) ->
     x = make_inputs(case)
     lists, given = union_lists(case, listed_blocks(case)), on_pages(case, page)
     want = attend(case, x, lists, q_offset=given["q_offset"])
-    pages = {name: torch.empty_like(in_pages(getattr(x, name), page)) for name in "kv"}
-    for name, to in pages.items():
-        to[given["page_table"].long().flatten()] = in_pages(getattr(x, name), page)
-    got = attend(case, replace(x, **pages), lists, **given)
+    k, v = (in_pages(t, given["page_table"], page) for t in (x.k, x.v))
+    got = attend(case, replace(x, k=k, v=v), lists, **given)
     assert all(torch.equal(x, y) for x, y in zip(got, want))
