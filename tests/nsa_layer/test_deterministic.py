@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from layer_calls import Noted, deterministic
 from stub_kernels import launches, stubbed_layer
 
-from nsa_layer import NSAConfig, nsa, support
+from nsa_layer import NSAConfig, nsa
 from nsa_layer.operators import layer
 from nsa_tools.testing.cases import Case, make_inputs, run
 
@@ -59,19 +58,3 @@ def test_pytorch_may_ask_for_it() -> None:
             assert step(config, deterministic(), deterministic()) == ordered
             assert step(config, free, deterministic()) == ordered
             assert step(config, free, free) == plain
-
-
-@pytest.fixture
-def blackwell() -> Iterator[None]:
-    """The other architecture, whose tiles of 128 read unions too."""
-    with stubbed_layer(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "device_arch", lambda index=None: 100)
-        yield
-
-
-@pytest.mark.parametrize("q_tile", [1, 128])
-@pytest.mark.usefixtures("blackwell")
-def test_unions_are_deterministic_on_blackwell_too(q_tile: int) -> None:
-    config, free = NSAConfig(block_counts=3, q_tile=q_tile), nullcontext()
-    ordered, plain = step(config.replace(deterministic=True), free, free), step(config, free, free)
-    assert step(config, deterministic(), deterministic()) == ordered != plain

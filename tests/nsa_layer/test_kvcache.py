@@ -339,9 +339,6 @@ def test_numbers_that_lead_out_of_the_caches(backend: str, name: str) -> None:
     """Nothing of such a sequence is written and its rows are NaN; the others are as they were."""
     given, want = cached_arguments() | OUT[name], whole(cached_arguments())[0]
     caches = [x for name, x in given.items() if name.endswith("_cache")]
-    with pytest.raises(ValueError, match="sequence 0 does not fit its caches, with 20 queries"):
-        attended(given, backend, validate=True)
-    assert all(x.isnan().all() for x in caches)
     o, lses = attended(given, backend)
     assert o[0].isnan().all() and all(lse[0].isnan().all() for lse in lses)
     if given["k"] is None:

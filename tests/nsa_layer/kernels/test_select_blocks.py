@@ -13,6 +13,7 @@ from fa_compile import Worker, shared_worker
 from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig, reference
+from nsa_layer.call import Call
 from nsa_layer.eager.pooling import mean_pool
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs
@@ -267,6 +268,35 @@ def test_registers_are_there_to_take() -> None:
 
     multiply, lists, loads = IndexTopKSpec.of(32, 16, 1, 2, False, 64, False, False).registers
     assert loads <= 128 <= min(multiply, lists) and 2 * multiply + lists + loads <= 4 * 128
+
+
+LAYERS = {  # of an index; their numbers: `test_cute`
+    "batch": changed(INDEX, B=1, T=1500, Hkv=8, G=4, D=64, block_counts=5),
+    "packed": changed(INDEX, lengths=(700, 0, 1, 64, 900), Hkv=2, G=4, D=64, block_size=16, index_dim=64),
+}
+
+
+def traced_layer(name: str) -> list[tuple[int, ...]]:
+    """In a worker: shapes of the output, the lists and the gradients that the kernels give."""
+    from flash_attn.cute.runtime.kernel_cache import at_first_miss
+    from nsa_layer.cute.memory_plan import MemoryPlan
+    from nsa_layer.cute.pages import backward, forward
+
+    inputs, case = faked(lambda: make_inputs(LAYERS[name])), LAYERS[name]
+    call = Call(**inputs.tensors(), cu_seqlens=inputs.cu_seqlens, spec=case.spec)
+    plan = MemoryPlan(((0, case.Hkv),), (False,) * 3)
+    with at_first_miss(lambda: None):
+        o, saved = forward(call, plan=plan)
+        grads = backward(call, saved, torch.empty_like(o), o=o, plan=plan)
+    return [tuple(x.shape) for x in (o, saved.block_indices, *grads) if x is not None]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_layer_is_traced(name: str, compiler: Worker) -> None:
+    case, inputs = LAYERS[name], make_inputs(LAYERS[name])
+    lists = (*inputs.q.shape[:-2], case.Hkv, case.config.list_width(max(case.lengths or (case.T,))))
+    shapes = [inputs.q.shape, lists, *(x.shape for x in (inputs.q, inputs.k, inputs.v))]
+    assert compiler.trace(traced_layer, name) == [tuple(shape) for shape in shapes]
 
 
 @pytest.mark.gpu
