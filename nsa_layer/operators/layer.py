@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch.nn.functional import pad
 
 from nsa_layer import derivatives, reference, support
 from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, CallSpec, Saved
@@ -54,6 +55,10 @@ def attend(
     if spec.lengths is not None:  # no second look at what may be on a GPU
         of_keys = None if call.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
+    elif (call.k_cmp is None) != (call.v_cmp is None) and not lengths_known(spec.backend, q, call.cu_seqlens):
+        # The kernels write as many rows of the other as cu_seqlens say, which the host cannot compare with this one's.
+        rows = spec.config.compressed_capacity(k.shape[0])
+        call = call.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
     heads, kept = k.shape[-2], NOTHING
     if spec.backend == "cute" and not call.one_branch:
         if dispatcher_sees(q):

@@ -201,6 +201,19 @@ def halves(*heads: int) -> list[Tensor]:
     return [torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16, requires_grad=True) for h in heads]
 
 
+@pytest.mark.parametrize("name", ["k_cmp", "v_cmp"])
+def test_means_beside_too_few_rows_of_the_caller_stay_in_memory(name: str, left_on_gpu: None) -> None:
+    """Kernels write as many as the starts ask for, which nobody has read."""
+    q, k, v = halves(4, 2, 2)
+    few = {name: torch.zeros(1, 2, 64, dtype=torch.bfloat16)}
+    with stubbed_layer():
+        LAUNCHED.clear()
+        nsa(q, k, v, cu_seqlens=starts_of(LENGTHS), backend="cute", **few)
+    (args,) = (args for (kernel, *_), args in LAUNCHED if "mean_pool" in str(kernel))
+    means = [x for x in args[2:5] if x is not None]
+    assert means and all(len(x) >= sum(map(NSAConfig().compressed_length, LENGTHS)) for x in means)
+
+
 @pytest.mark.parametrize("way", ["operator", "call"])
 def test_kernels_are_launched_without_a_look_at_starts(
     way: str, left_on_gpu: None, monkeypatch: pytest.MonkeyPatch
