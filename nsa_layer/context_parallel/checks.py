@@ -24,7 +24,7 @@ from nsa_layer.checks import (
     starts_of_lengths,
 )
 from nsa_layer.config import ListConfig
-from nsa_layer.context_parallel.layout import ShardLayout, resized
+from nsa_layer.context_parallel.layout import ShardLayout, block_layout, resized
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 from nsa_layer.operators.registration import dispatcher_sees
 
@@ -125,22 +125,22 @@ def check_shard(
         raise ValueError(f"cp: mode='heads' needs ranks that divide the {heads} key/value heads, got {cp.size}")
     if local % len(cp.chunks):
         raise ValueError(f"q must have an even number of tokens on a rank, for load_balance='zigzag', got {local}")
-    layouts = {TOKENS: ShardLayout.of_tokens(cp, local)}
-    chunk = layouts[TOKENS].counts[0]
+    tokens = ShardLayout.of_tokens(cp, local)
+    layouts, chunk = {TOKENS: tokens}, tokens.counts[0]
     config = _list_config(call, chunk, static["block_size"], static["deterministic"]) if alone else static["config"]
     require_config(config)
     if config.q_tile == 1:
-        layouts[TILES] = layouts[TOKENS]
+        layouts[TILES] = tokens
     if packed and (torch.compiler.is_compiling() or not read):
         scale, listed = check_scale(static["softmax_scale"], q.shape[-1]), call.block_indices is not None
         spec = CallSpec(config, static["causal"], scale, listed=listed, alone=alone)
         check_lists(call._replace(spec=spec))
         return spec, layouts
-    lengths = whole_lengths(starts, q, cp) if packed else (layouts[TOKENS].total,)
+    lengths = whole_lengths(starts, q, cp) if packed else (tokens.total,)
     if call.k_cmp is not None or call.v_cmp is not None:
-        layouts[BLOCKS] = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
+        layouts[BLOCKS] = block_layout(tokens, lengths, config.span, config.stride)
     if config.q_tile > 1:
-        layouts[TILES] = ShardLayout.of_blocks(cp, lengths, chunk, 1, config.q_tile)
+        layouts[TILES] = block_layout(tokens, lengths, 1, config.q_tile)
 
     def whole(name: str, x: Tensor | None) -> Tensor | None:
         """A stand-in on no device for the tensor that the ranks hold together."""

@@ -22,7 +22,7 @@ from nsa_layer.context_parallel.transport import CP, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.layer import CONFIG, reads_output, static_arguments
-from nsa_layer.operators.registration import OPS, as_output, differentiate, dispatcher_sees, register
+from nsa_layer.operators.registration import OPS, as_output, differentiate, dispatcher_sees, none_for_empty, register
 from nsa_layer.saved_shapes import fitted
 
 Tensor = torch.Tensor
@@ -89,7 +89,7 @@ def kept_of_shard(
 def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int, width: int = 0) -> Tensor | None:
     """A field of `Saved` of all steps' heads and the rows, which are dimension `dim`, of all `count` shards."""
     parts = saved[Saved._fields.index(name) :: FIELDS]
-    if parts[0] is None or parts[0].dim() == 1:
+    if parts[0] is None:
         return None
     shards = [torch.cat(parts[i::count], -2) for i in range(count)]
     return torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) if width else x for x in shards], dim)
@@ -103,7 +103,7 @@ class _Attend(torch.autograd.Function):
         """o, and `Saved` of each step and shard."""
         ctx.static, ctx.dispatched = static, dispatcher_sees(tensors[0])
         run = OPS.gather.default if ctx.dispatched else partial(_run, capacity=False)
-        o, *saved = run(list(tensors), *static)
+        o, *saved = map(none_for_empty, run(list(tensors), *static))
         ctx.save_for_backward(*tensors, o if reads_output(static) else None, *saved)
         ctx.set_materialize_grads(False)
         outputs = [None if x is None else x.detach() for x in saved]
@@ -143,9 +143,8 @@ def _run_fake(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:
 
 
 def _run_backward(do: Tensor, tensors: list[Tensor | None], saved: list[Tensor | None], *static: Any) -> list[Tensor]:
-    o, *saved = (None if x is None or x.dim() == 1 else x for x in saved)
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
-        grads = GatherLoop(tensors, static).gradients(do, o, saved)
+        grads = GatherLoop(tensors, static).gradients(do, *saved)
     return [do.new_empty(0) if d is None else d for d in grads]
 
 

@@ -17,7 +17,7 @@ import torch
 from nsa_layer import support
 from nsa_layer.call import DIFFERENTIABLE, Call, Saved, accumulation_dtype
 from nsa_layer.context_parallel.checks import WEIGHTS, whole_lengths
-from nsa_layer.context_parallel.layout import TILE, QueryShard, ShardLayout, head_steps, query_shards, resized
+from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, block_layout, head_steps, query_shards, resized
 from nsa_layer.context_parallel.transport import Exchange, ranks_of
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
@@ -29,7 +29,6 @@ Fields = Sequence[Tensor | None]
 # Tokens for each other rank from which on exchanges are 1 % of the attention: they then alternate, which saves memory.
 OVERLAP_BELOW = 1 << 22
 BLOCKS, WINDOW = ("k_cmp", "v_cmp"), ("k_win", "v_win")
-GATHERED = ("k", "v", *BLOCKS, *WINDOW)
 FIELDS = len(Saved._fields)
 
 
@@ -51,23 +50,23 @@ class GatherLoop:
         self.call = call._replace(spec=self.spec)
         cp, config = self.cp, self.spec.config
         self.tokens = ShardLayout.of_tokens(cp, q.shape[-3])
-        lengths, chunk = lengths or (self.tokens.total,), self.tokens.counts[0]
+        lengths = lengths or (self.tokens.total,)
         # No query attends to keys behind it, unless lists name them or blocks are seen before they end.
         cut = self.spec.causal and not self.spec.listed and config.offset >= config.span - 1
-        shards = query_shards(cp, q.shape[-3], lengths, cut=cut)
-        self.shards: Sequence[QueryShard] = shards[cp.rank]
+        shards = query_shards(self.tokens, lengths, cut=cut)
+        self.shards = shards[cp.rank]
         # The same on every rank, unlike the groups of a memory plan.
         self.steps, self.G = head_steps(k.shape[-2], self.tokens.total), q.shape[-2] // k.shape[-2]
         self.ahead = int(self.tokens.total < OVERLAP_BELOW * (cp.size - 1))  # exchanges run beside attention
         # Rows of each tensor that is gathered, and the ranges that each rank's shards read.
-        self.layouts = {}
-        for name in GATHERED:
-            if getattr(call, name) is not None:
-                rows = self.tokens
-                if name in BLOCKS:
-                    rows = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
-                ranges = [[self._rows(name, shard) for shard in of_rank] for of_rank in shards]
-                self.layouts[name] = rows._replace(ranges=ranges)
+        self.layouts = dict.fromkeys(("k", "v", *WINDOW), self.tokens)
+        if call.k_cmp is not None or call.v_cmp is not None:
+            self.layouts |= dict.fromkeys(BLOCKS, block_layout(self.tokens, lengths, config.span, config.stride))
+        self.layouts = {
+            name: layout._replace(ranges=[[self._rows(name, shard) for shard in of_rank] for of_rank in shards])
+            for name, layout in self.layouts.items()
+            if getattr(call, name) is not None
+        }
 
     def _rows(self, name: str, shard: QueryShard) -> slice:
         if name in BLOCKS:
@@ -92,7 +91,7 @@ class GatherLoop:
             del keys, call
         return o, *saved
 
-    def gradients(self, do: Tensor, o: Tensor | None, saved: Fields) -> tuple[Tensor | None, ...]:
+    def gradients(self, do: Tensor, o: Tensor | None, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the differentiable tensors; those of weights are this rank's part.
 
         Args:
@@ -204,7 +203,7 @@ class GatherLoop:
         tensors |= {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
         of_shard, numbers, own = shard.spec(spec), {"q_offset": shard.offsets}, "k_win" in keys
         if spec.config.window_size:
-            rows, of_window = shard.window(spec, tile=1 if own else TILE)
+            rows, of_window = shard.window(spec, tile=1 if own else support.KV_TILE)
             if not own:
                 tensors |= {f"{name}_win": tensors[name][..., rows, :, :] for name in "kv"}
             lengths, numbers["win_offset"] = zip(*of_window)

@@ -18,7 +18,6 @@ from nsa_layer.context_parallel.spec import ContextParallel, rank_chunks
 from nsa_layer.cute.memory_plan import split_heads
 
 Tensor = torch.Tensor
-TILE = 128  # keys of a kernel's tile, or a multiple
 STEPS_FROM = 1 << 16  # tokens of all ranks from which on heads are exchanged a few at a time
 # Tokens times key/value heads of a step, at most: a rank then needs as much memory as one GPU for a rank's tokens.
 STEP_TOKENS = 3 << 20
@@ -42,11 +41,6 @@ class ShardLayout(NamedTuple):
     def of_tokens(cls, cp: ContextParallel, local: int) -> ShardLayout:
         """Layout of tokens, of which each rank holds `local`."""
         return cls((local // len(cp.chunks),) * cp.num_chunks, cp)
-
-    @classmethod
-    def of_blocks(cls, cp: ContextParallel, lengths: Sequence[int], chunk: int, span: int, stride: int) -> ShardLayout:
-        """Layout of the complete blocks of sequences that are cut into chunks of `chunk` tokens."""
-        return cls(tuple(count for *_, count in block_ranges(lengths, chunk, span, stride)), cp)
 
     @property
     def total(self) -> int:
@@ -90,20 +84,20 @@ class ShardLayout(NamedTuple):
                         yield reader, i, slice(start - rows.start, stop - rows.start), holder, local
 
 
-def block_ranges(lengths: Sequence[int], chunk: int, span: int, stride: int) -> list[BlockRange]:
+def block_ranges(tokens: ShardLayout, lengths: Sequence[int], span: int, stride: int) -> list[BlockRange]:
     """For each chunk the tokens of the blocks that start in it, which may reach into the next chunks.
 
     Args:
+        tokens: their layout.
         lengths: of the packed sequences, or of one sequence.
-        chunk: tokens of a chunk.
         span, stride: of blocks.
 
     Returns:
         (tokens; how many of each sequence; number of blocks).
     """
-    ranges, starts, first = [], (0, *accumulate(lengths)), 0
-    for begin in range(0, starts[-1], chunk):
-        blocks, tokens = [], []
+    ranges, starts, first, chunk = [], (0, *accumulate(lengths)), 0, tokens.counts[0]
+    for begin in range(0, tokens.total, chunk):
+        blocks, counts = [], []
         while starts[first + 1] <= begin:
             first += 1
         for start, stop in pairwise(starts[first:]):
@@ -111,10 +105,15 @@ def block_ranges(lengths: Sequence[int], chunk: int, span: int, stride: int) -> 
                 break
             blocks.append(min(stop, start + -(-max(0, begin - start) // stride) * stride))
             # Up to the token before the last one of a block that starts in the next chunk.
-            tokens.append(max(0, min(stop, begin + chunk + span - 1) - blocks[-1]))
-        count = sum(max(0, (n - span) // stride + 1) for n in tokens)
-        ranges.append((slice(blocks[0], blocks[0] + sum(tokens)), tuple(tokens), count))
+            counts.append(max(0, min(stop, begin + chunk + span - 1) - blocks[-1]))
+        complete = sum(max(0, (n - span) // stride + 1) for n in counts)
+        ranges.append((slice(blocks[0], blocks[0] + sum(counts)), tuple(counts), complete))
     return ranges
+
+
+def block_layout(tokens: ShardLayout, lengths: Sequence[int], span: int, stride: int) -> ShardLayout:
+    """Layout of the complete blocks; arguments as of `block_ranges`."""
+    return ShardLayout(tuple(count for *_, count in block_ranges(tokens, lengths, span, stride)), tokens.cp)
 
 
 class QueryShard(NamedTuple):
@@ -172,15 +171,15 @@ class QueryShard(NamedTuple):
         return slice(first, last), tuple(lengths)
 
 
-def query_shards(cp: ContextParallel, local: int, lengths: Sequence[int], *, cut: bool) -> list[list[QueryShard]]:
+def query_shards(tokens: ShardLayout, lengths: Sequence[int], *, cut: bool) -> list[list[QueryShard]]:
     """The shards of each rank, one for each of its chunks.
 
     Args:
-        local: tokens of a rank.
-        lengths: of the whole call's packed sequences, or of one sequence.
+        tokens: their layout.
+        lengths: of the packed sequences, or of one sequence.
         cut: leave out keys behind the last query: no query attends to them, and no list names them.
     """
-    size, ends = local // len(cp.chunks), list(accumulate(lengths))
+    size, ends, cp = tokens.counts[0], list(accumulate(lengths)), tokens.cp
 
     def shard(i: int, chunk: int) -> QueryShard:
         begin, end = chunk * size, (chunk + 1) * size

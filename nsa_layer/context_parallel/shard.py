@@ -32,9 +32,6 @@ def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tor
         TypeError, ValueError: an argument is bad; the message names it.
     """
     _check(x, cp, dim)
-    if x.shape[dim] % cp.num_chunks:
-        asked = f"{cp.size} ranks" if cp.load_balance is None else f"twice {cp.size} ranks, for load_balance='zigzag'"
-        raise ValueError(f"x must have a multiple of {asked} in dimension {dim}, got shape {tuple(x.shape)}")
     chunks = x.split(x.shape[dim] // cp.num_chunks, dim)
     local = [chunks[number] for number in cp.chunks]
     return local[0] if len(local) == 1 else torch.cat(local, dim)
@@ -56,7 +53,7 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
     Raises:
         TypeError, ValueError: an argument is bad, or the ranks' differ, as for `nsa`; the message names it.
     """
-    check = partial(_check, x, cp, dim, part=True)
+    check = partial(_check, x, cp, dim, ranks=1)
     check_same_on_all_ranks(cp, [check], x=x, dim=dim)
     check()
     parts = x.movedim(dim, 0)
@@ -88,7 +85,7 @@ def compress_shard(
         raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
     batch = x if lengths is None else x[None]
     layout = ShardLayout.of_tokens(cp, batch.shape[1])
-    blocks = block_ranges(lengths or (layout.total,), layout.counts[0], config.span, config.stride)
+    blocks = block_ranges(layout, lengths or (layout.total,), config.span, config.stride)
     ranges = [[blocks[chunk][0] for chunk in of_rank] for of_rank in rank_chunks(cp.size, cp.load_balance)]
     layout, rows = layout._replace(ranges=ranges), []
     for tokens, chunk in zip(gather(batch, layout).split(layout.sizes, 1), cp.chunks, strict=True):
@@ -96,7 +93,8 @@ def compress_shard(
     return torch.cat(rows, dim=1 if lengths is None else 0)
 
 
-def _check(x: torch.Tensor, cp: ContextParallel, dim: int, *, part: bool = False) -> None:
+def _check(x: torch.Tensor, cp: ContextParallel, dim: int, *, ranks: int | None = None) -> None:
+    """Raise TypeError or ValueError unless x has equal chunks of the ranks in `dim`; `ranks`: all unless given."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not isinstance(cp, ContextParallel):
@@ -105,7 +103,9 @@ def _check(x: torch.Tensor, cp: ContextParallel, dim: int, *, part: bool = False
         raise TypeError(f"dim must be an int, got {dim!r}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be a dimension of x, got {dim} for shape {tuple(x.shape)}")
-    if part and x.shape[dim] % len(cp.chunks):
+    chunks = len(cp.chunks) * (cp.size if ranks is None else ranks)
+    if x.shape[dim] % chunks:
         raise ValueError(
-            f"x must have an even length in dimension {dim}, for load_balance='zigzag', got shape {tuple(x.shape)}"
+            f"x must have a multiple of {chunks} tokens in dimension {dim}, with load_balance={cp.load_balance!r}, got "
+            f"shape {tuple(x.shape)}"
         )

@@ -17,7 +17,7 @@ from nsa_layer import ContextParallel, NSAConfig, shard_sequence
 from nsa_layer.call import Call
 from nsa_layer.context_parallel import gather, gather_loop, heads, layout
 from nsa_layer.context_parallel.checks import BLOCKS, KINDS, TILES, TOKENS, WEIGHTS
-from nsa_layer.context_parallel.layout import ShardLayout
+from nsa_layer.context_parallel.layout import ShardLayout, block_layout
 from nsa_tools.testing.cases import LSES, Case, make_inputs, run
 
 OnRanks = Callable[..., list[Any]]
@@ -78,12 +78,9 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
         dim = 0
     lists = run("eager", inputs).aux.block_indices if listed else None
     expected, total, config = run("eager", inputs, lists), inputs.q.shape[dim], case.config
-    cut = cp, case.lengths or (total,), total // cp.num_chunks
-    layouts = {
-        TOKENS: ShardLayout.of_tokens(cp, total // cp.size),
-        TILES: ShardLayout.of_blocks(*cut, 1, config.q_tile),
-    }
-    layouts[BLOCKS] = ShardLayout.of_blocks(*cut, config.span, config.stride)
+    tokens, lengths = ShardLayout.of_tokens(cp, total // cp.size), case.lengths or (total,)
+    layouts = {TOKENS: tokens, TILES: block_layout(tokens, lengths, 1, config.q_tile)}
+    layouts[BLOCKS] = block_layout(tokens, lengths, config.span, config.stride)
 
     def part(name: str, x: torch.Tensor) -> torch.Tensor:
         return shard(x, layouts[KINDS.get(name, TOKENS)], cp, -1 if name in LSES else dim)

@@ -173,7 +173,7 @@ def test_sequences_are_cut_and_joined(group: Any, load_balance: str | None) -> N
     shard_sequence(leaf, cp).sum().backward()
     assert leaf.grad.sum() == 2 * 16 // cp.size * 3 and shard_sequence(leaf.grad, cp).all()
     for wrong, error, match in (
-        (dict(x=torch.ones(1, 15)), ValueError, "x must have a multiple of (twice )?[24] ranks"),
+        (dict(x=torch.ones(1, 15)), ValueError, "x must have a multiple of [48] tokens in dimension 1"),
         (dict(dim=3), ValueError, "dim must be a dimension of x"),
         (dict(dim=1.0), TypeError, "dim must be an int"),
         (dict(x=[1]), TypeError, "x must be a torch.Tensor"),

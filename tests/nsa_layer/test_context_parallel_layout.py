@@ -16,7 +16,7 @@ from stub_kernels import stubbed_layer
 from nsa_layer import ContextParallel, NSAConfig, nsa
 from nsa_layer.call import Call, CallSpec, Saved
 from nsa_layer.context_parallel import attend, gather, gather_loop, heads
-from nsa_layer.context_parallel.layout import query_shards
+from nsa_layer.context_parallel.layout import ShardLayout, query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
@@ -40,8 +40,10 @@ def test_windows_of_a_rank_see_what_those_of_one_see(
     ends = list(accumulate(lengths or (T,)))
     for (size, load_balance), rank in ((kind, rank) for kind in RANKS for rank in range(kind[0])):
         chunks = rank_chunks(size, load_balance)[rank]
-        cp = SimpleNamespace(chunks=chunks, size=size, load_balance=load_balance)
-        for shard, chunk in zip(query_shards(cp, T // size, lengths or (T,), cut=causal)[rank], chunks, strict=True):
+        counts = dict(size=size, num_chunks=size * len(chunks))
+        cp = SimpleNamespace(chunks=chunks, **counts, load_balance=load_balance)
+        shards = query_shards(ShardLayout.of_tokens(cp, T // size), lengths or (T,), cut=causal)[rank]
+        for shard, chunk in zip(shards, chunks, strict=True):
             rows, window = shard.window(call, tile=tile)
             count, begin = shard.queries.stop - shard.queries.start, chunk * T // size // len(chunks)
             first = shard.keys.start + rows.start
@@ -81,7 +83,7 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
         loop = gather_loop.GatherLoop(own.tensors, (*static_arguments(spec).values(), (True,) * 3, True))
         steps: list[Any] = []
         monkeypatch.setattr(loop, "_exchanged", lambda *given: steps.extend(given[0]) or [(0, dict(k=[k], v=[k]))])
-        loop.gradients(q, None, Saved())
+        loop.gradients(q, None, *Saved())
         ((given, _, *grads, adds),), (of_keys,) = called, steps
         (dk,), (dv,) = of_keys["k"], of_keys["v"]
     assert adds and of_keys.keys() == {"k", "v"}
