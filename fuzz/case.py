@@ -180,6 +180,7 @@ class Served(Pasteable):
         counts: new tokens of each sequence, call by call.
         shared: pages of the first sequence's beginning, with which all others begin.
         stride: between compressed keys of 8 tokens.
+        index_heads: of the keys of an index that chooses blocks, with two branches; 0: the compressed branch chooses.
         needs: arguments of the last call that need a gradient.
         fault: what `fuzz.serving` does to the last call's caches, where a property asks for wrong ones.
     """
@@ -188,6 +189,7 @@ class Served(Pasteable):
     counts: tuple[tuple[int, ...], ...] = ((20, 3), (1, 1))
     shared: int = 0
     stride: int = 8
+    index_heads: int = 0
     needs: tuple[str, ...] = ()
     fault: str = ""
     seed: int = 0

@@ -76,6 +76,12 @@ faults(
          pairs, lists, limit.masked_fill((limit == limit[0]).all(), N * size), N, size))),
     ("half a gradient", CHUNKED + ":attend_chunks_backward", IS_ITS, "The gradient of the keys lacks its last one.",
      result(lambda grads: (grads[0], torch.cat([grads[1][:, :-1], 0 * grads[1][:, -1:]], 1), *grads[2:]))),
+    ("columns of two branches", "nsa_layer.eager.forward:gated_sum", OF_INDEX,
+     "Where a branch is left out the others have each other's gates.",
+     given(g=lambda g: g.flip(-1) if g.shape[-1] == 2 else g)),
+    ("index rows of a cache", "nsa_layer.kvcache.eager:_write", "caches.any",
+     "A call writes its index keys in reverse order.",
+     given(new=lambda new: {name: x.flip(0) if name == "k_index" else x for name, x in new.items()})),
     ("compressed key too early", CHUNKED + ":visible_compressed", "layer",
      "A compressed block is visible one token before its last one is reached.",
      given(spec=lambda s: replace(s, config=s.config.replace(compress_offset=s.config.offset - 1)))),
@@ -134,6 +140,16 @@ def _leaking(original: Callable, tiles: Any, T: int, *, config: Any, causal: boo
         last = (tiles * config.q_tile + config.q_tile - 1).clamp(max=T - 1)
         complete = candidate = ends <= last.unsqueeze(1)
     return forced, complete, candidate
+
+
+@fault("index keys one token late", "nsa_layer.eager.forward:batches", OF_INDEX)
+@instead
+def _late(original: Callable, call: Any) -> Any:
+    """A packed sequence's index keys start one token late."""
+    for batch, *at in original(call):
+        if call.spec.lengths is not None and batch.k_index is not None:
+            batch = batch._replace(k_index=batch.k_index.roll(1, 1))
+        yield batch, *at
 
 
 @fault("first blocks first", SELECT + ":block_roles", IS_ITS)

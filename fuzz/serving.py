@@ -11,23 +11,29 @@ from fuzz.case import Served
 from nsa_layer import NSACache, NSAConfig, nsa
 
 PAGE, ROOM = 16, 80
-NEEDS = ("q", "k", "v", "k_cache", "v_cmp_cache", "gates")
+NEEDS = ("q", "k", "v", "k_cache", "v_cmp_cache", "gates", "q_index", "k_index_cache")
 CACHE_FAULTS = (
     "a page twice", "a compressed page twice", "written and held", "a row twice", "expanded", "overlapping",
     "expanded output",
 )  # fmt: skip
-CACHES = ("k_cache", "v_cache", "k_cmp_cache", "v_cmp_cache")
 
 
 def config_of(case: Served) -> NSAConfig:
-    return NSAConfig(block_size=8, compress_size=8, compress_stride=case.stride, block_counts=3, window_size=6)
+    sizes = dict(block_size=8, compress_size=8, compress_stride=case.stride, block_counts=3, local_blocks=1)
+    config = NSAConfig(window_size=6, **sizes)
+    return config.replace(rule="index", branches=("selected", "window")) if case.index_heads else config
+
+
+def caches_of(given: dict) -> list[str]:
+    """Names of the caches among arguments."""
+    return [name for name in given if name.endswith("_cache")]
 
 
 class Calls:
     """The calls of a case, in fp64, on caches that were full of NaN.
 
     Attributes:
-        tokens: q, k, v and gates of each sequence.
+        tokens: q, k, v, gates and what is of an index, of each sequence.
         lengths: tokens of each that are in the caches.
         kept: arguments that stay: caches, tables.
     """
@@ -36,21 +42,27 @@ class Calls:
         self.case, self.tokens, self.kept = case, [], {}
         generator = torch.Generator().manual_seed(case.seed)
         B, prefix, pages = len(case.counts[0]), case.shared * PAGE, ROOM // PAGE
+        rows = dict(q=(4, 8), k=(2, 8), v=(2, 8), gates=(4, len(config_of(case).branches)))
+        caches = dict(k=(ROOM, 2, 8), v=(ROOM, 2, 8))
+        if case.index_heads:
+            rows |= dict(q_index=(2, 4), k_index=(case.index_heads, 4))
+            caches["k_index"] = (ROOM, *rows["k_index"])
+        else:
+            caches |= dict.fromkeys(("k_cmp", "v_cmp"), (ROOM // case.stride, 2, 8))
         for b in range(B):
             own = {
-                name: torch.randn(ROOM, *size, dtype=torch.float64, generator=generator)
-                for name, size in dict(q=(4, 8), k=(2, 8), v=(2, 8), gates=(4, 3)).items()
+                name: torch.randn(ROOM, *row, dtype=torch.float64, generator=generator) for name, row in rows.items()
             }
             for name, x in own.items() if b else ():
                 x[:prefix] = self.tokens[0][name][:prefix]
             self.tokens.append(own)
-        slots = (B * pages + 2, PAGE) if case.kept == "pages" else (B + 2 * (case.kept == "rows"), ROOM)
-        for name in CACHES:
-            size = slots[1] // (case.stride if "cmp" in name else 1)
-            self.kept[name] = torch.full((slots[0], size, 2, 8), torch.nan, dtype=torch.float64)
+        paged, spare = case.kept == "pages", 2 * (case.kept != "batch")
+        for name, (slots, *row) in caches.items():
+            lead = (B * pages + spare, slots // pages) if paged else (B + spare, slots)
+            self.kept[f"{name}_cache"] = torch.full((*lead, *row), torch.nan, dtype=torch.float64)
         if case.kept == "rows":
             self.kept["cache_batch_idx"] = torch.randperm(B + 2, generator=generator)[:B].int()
-        for name in ("page_table", "cmp_page_table") if case.kept == "pages" else ():
+        for name in ("page_table", *["cmp_page_table"] * (case.index_heads == 0)) if paged else ():
             table = torch.randperm(B * pages + 2, generator=generator)[: B * pages].view(B, pages).int()
             table[:, : case.shared] = table[0, : case.shared]
             self.kept[name] = table
@@ -111,10 +123,11 @@ def spoilt(case: Served, given: dict, lengths: list[int]) -> dict | None:
         return given | dict(out=torch.zeros(1, *shape[1:], dtype=torch.float64).expand(shape)) if shape[0] > 1 else None
     given = given | dict(validate=True)
     if case.fault == "expanded":
-        name = draw.choice(CACHES)
+        name = draw.choice(caches_of(given))
         return given | {name: given[name][:1].expand_as(given[name])} if len(given[name]) > 1 else None
     if case.fault == "overlapping":
-        name, other = draw.choice((CACHES[:2], CACHES[1::-1], CACHES[2:], CACHES[:1:-1]))
+        kind, of = draw.choice(["", "_cmp"][: 1 + (case.index_heads == 0)]), draw.choice(["kv", "vk"])
+        name, other = (f"{each}{kind}_cache" for each in of)
         return given | {name: given[other]}
     found = list(_shared(case, given, ends, asked))
     if not found:
@@ -132,7 +145,7 @@ def _shared(case: Served, given: dict, ends: list[int], asked: list[int]) -> Ite
         "a page twice": ("page_table", ends, PAGE),
         "a compressed page twice": ("cmp_page_table", map(count, ends), size),
     }
-    if case.kept == "pages" and case.fault in twice:
+    if case.kept == "pages" and case.fault in twice and twice[case.fault][0] in given:
         name, used, page = twice[case.fault]
         used = list(used)
         for b in asked:

@@ -243,6 +243,7 @@ def served(draw: st.DrawFn, faults: bool = False) -> Served:
         counts=tuple(counts) or ((1,) * B,),
         shared=shared,
         stride=stride,
+        index_heads=draw(st.sampled_from((0, 0, 1, 2))),
         needs=tuple(name for name in NEEDS if draw(st.integers(0, 3)) == 3),
         fault=draw(st.sampled_from(CACHE_FAULTS)) if faults else "",
         seed=draw(SEEDS),

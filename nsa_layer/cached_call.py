@@ -12,7 +12,7 @@ from nsa_layer import checks
 from nsa_layer.call import (
     CACHES,
     COMPRESSED_CACHES,
-    OF_CACHES,
+    DIFFERENTIABLE,
     TOKEN_CACHES,
     Call,
     CallSpec,
@@ -30,6 +30,7 @@ def check_call(
     *,
     config: NSAConfig,
     softmax_scale: float | None = None,
+    index_scale: float | None = None,
     max_seqlen_q: int | None = None,
     out: Tensor | None = None,
     backend: str | None = "reference",
@@ -44,7 +45,7 @@ def check_call(
     q, cache, packed, paged = call.q, call.cache, call.cu_seqlens is not None, call.cache.page_table is not None
     _check_options(call, config)
     layout = (checks.PACKED if packed else checks.BATCH) | dict(keys="total" if packed else "B T")
-    tensors = call._asdict() | cache._asdict() | dict(out=out)
+    tensors, tokens = call.by_name | dict(out=out), len(TOKEN_CACHES)
 
     def check(*names: str, sizes: dict[str, int]) -> None:
         for name in names:
@@ -58,11 +59,11 @@ def check_call(
     sizes["B"] = call.B
     if not paged and cache.cache_batch_idx is None:
         sizes["rows"] = call.B
-    check(*CACHES[:4], sizes=sizes)
+    check(*CACHES[:tokens], sizes=sizes)
     checks.check_groups(sizes, "k_cache")
     S = sizes["S"]
     sizes |= {"Sc": S // config.stride} if paged else {"rows_cmp": sizes["rows"]}  # compressed pages have a table
-    for name in CACHES[4:]:
+    for name in CACHES[tokens:]:
         check(name, sizes=sizes if paged else dict(sizes))
         x, least = tensors[name], config.compressed_length(S)
         if x is not None and not paged and x.shape[1] < least:
@@ -76,8 +77,10 @@ def check_call(
     lengths = call.spec.lengths
     if packed and lengths is not None:
         sizes["blocks"] = sum(map(config.most_completed, lengths))
-    for name in (*OF_CACHES[1:], "out"):
+    check("q_index", sizes=sizes)
+    for name in (*DIFFERENTIABLE[1:], "out"):
         check(name, sizes=dict(sizes))
+    call = call._replace(spec=replace(call.spec, index_scale=checks.check_rule(call, config, sizes, index_scale)))
     _check_new(call)
     if out is not None:
         _refuse_overlap("out", out)
@@ -104,10 +107,9 @@ def with_query_lengths(call: Call, max_seqlen_q: int | None, *, backend: str | N
 
 def _check_options(call: Call, config: NSAConfig) -> None:
     checks.require_config(config)
-    checks.require_published(config, "nsa_with_kvcache")
     if call.block_indices is None:
         require_choice_by_token(config, "nsa_with_kvcache")
-    if config.offset < config.span - 1:
+    if config.computes("compressed") and config.offset < config.span - 1:
         raise NotImplementedError(
             f"nsa_with_kvcache with compress_offset={config.offset}: it shows keys that are made of tokens which are "
             f"not there yet; use compress_offset >= compress_size - 1 = {config.span - 1}"
@@ -130,7 +132,7 @@ def _check_tables(call: Call, config: NSAConfig, S: int) -> None:
 
 def _check_new(call: Call) -> None:
     """New keys and values have caches to be written to."""
-    for name, x in (call._asdict() | call.cache._asdict()).items():
+    for name, x in call.by_name.items():
         if "win" in name and x is not None and not call.config.window_size:
             raise ValueError(f"{name} must be None where there is no window, got one with window_size=0")
     if (call.k is None) != (call.v is None):
@@ -139,7 +141,7 @@ def _check_new(call: Call) -> None:
         x, cache = getattr(call, name), getattr(call.cache, f"{name}_cache")
         if x is not None and cache is None:
             raise ValueError(f"{name} needs {name}_cache to be written to, got none")
-        if "win" in name and cache is not None and (x is None) != (call.k is None):
+        if name in TOKEN_CACHES[2:] and cache is not None and (x is None) != (call.k is None):
             raise ValueError(f"{name} must be given where k is and {name}_cache is, and where neither is not")
 
 

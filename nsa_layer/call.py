@@ -10,7 +10,7 @@ import torch
 
 from nsa_layer.config import BRANCHES, NSAConfig
 
-TOKEN_CACHES = ("k", "v", "k_win", "v_win")
+TOKEN_CACHES = ("k", "v", "k_win", "v_win", "k_index")
 COMPRESSED_CACHES = ("k_cmp", "v_cmp")
 CACHES = tuple(f"{name}_cache" for name in (*TOKEN_CACHES, *COMPRESSED_CACHES))
 
@@ -78,6 +78,7 @@ class KVCache(NamedTuple):
     cmp_page_table: torch.Tensor | None = None
     k_win_cache: torch.Tensor | None = None
     v_win_cache: torch.Tensor | None = None
+    k_index_cache: torch.Tensor | None = None
     num_splits: int = 0
 
     @property
@@ -103,7 +104,8 @@ class Call(NamedTuple):
         win_offset: where k_win and v_win have other rows than k and v, ``q_offset`` among these; else None.
         cu_seqlens_win: with it, the starts of packed k_win and v_win.
         spec: None until the arguments have been checked.
-        cache: keys and values are in caches, and k, v, k_cmp, v_cmp, k_win and v_win those that are added, or None.
+        cache: keys and values are in caches, and k, v, k_cmp, v_cmp, k_win, v_win and k_index those that are added, or
+            None.
     """
 
     q: torch.Tensor
@@ -134,6 +136,11 @@ class Call(NamedTuple):
         """The call of arguments by name, those of `KVCache` too."""
         cache = {name: arguments[name] for name in KVCache._fields if name in arguments}
         return cls(*map(arguments.get, cls._fields[:-2]), cache=KVCache(**cache) if cache else None)
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All fields, those of `KVCache` too."""
+        return self._asdict() | ({} if self.cache is None else self.cache._asdict())
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -271,7 +278,6 @@ class Call(NamedTuple):
 
 TENSORS = Call._fields[: Call._fields.index("pages")]
 DIFFERENTIABLE = TENSORS[:13]
-OF_CACHES = TENSORS[:11]  # differentiable tensors that a call on caches has too
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
 STARTS = ("cu_seqlens", "cu_seqlens_k")
 OF_PACK = (*STARTS, "cu_seqlens_win", "q_offset", "win_offset")
@@ -298,7 +304,7 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, call: Call, plan: Hashable = None, **more: bool) -> Signature:
         """The signature of a call."""
-        spec, tensors = call.spec, call._asdict() | ({} if call.cache is None else call.cache._asdict())
+        spec, tensors = call.spec, call.by_name
         if not spec.lengths_known and plan is not None:  # kernels for other lengths within these bounds are the same
             total, keys = len(call.q), len(call.k)
             lengths_k = spec.lengths_k if call.cu_seqlens_k is None else (keys, 0)

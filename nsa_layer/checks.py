@@ -56,6 +56,7 @@ ARGUMENTS = {
     "v_cache": Kind("rows S Hkv Dv", Q, dense=True, required=True),
     "k_win_cache": Kind("rows S Hkv D", Q, dense=True),
     "v_win_cache": Kind("rows S Hkv Dv", Q, dense=True),
+    "k_index_cache": Kind("rows S Hi Di", Q, dense=True),
     "k_cmp_cache": Kind("rows_cmp Sc Hkv D", Q, dense=True),
     "v_cmp_cache": Kind("rows_cmp Sc Hkv Dv", Q, dense=True),
     "cache_seqlens": Kind("B", INT32, required=True),
@@ -67,11 +68,11 @@ ARGUMENTS = {
 }
 BATCH = {"tokens": "B T", "keys": "B T", "blocks": "B Tc"}
 PACKED = {"tokens": "total", "keys": "total", "blocks": "blocks"}
-NO_EMPTY = ("q", "k", "v", "q_index", "k_index", "k_cache", "v_cache")
+NO_EMPTY = ("q", "k", "v", "q_index", "k_index", "k_cache", "v_cache", "k_index_cache")
 OF_BRANCHES = {
-    "compressed": ("compress_k_weight", "compress_v_weight", "k_cmp", "v_cmp"),
+    "compressed": ("compress_k_weight", "compress_v_weight", "k_cmp", "v_cmp", "k_cmp_cache", "v_cmp_cache"),
     "selected": ("block_indices",),
-    "window": ("k_win", "v_win"),
+    "window": ("k_win", "v_win", "k_win_cache", "v_win_cache"),
 }
 
 # Everything that the checks read, of calls that passed: an equal call is not checked again.
@@ -205,7 +206,7 @@ def _check(
     sizes["branches"] = len(config.branches)
     for name in DIFFERENTIABLE[3:]:
         check_tensor(name, getattr(call, name), q, sizes, layout)
-    index_scale = _check_index(call, config, sizes, index_scale, return_index_loss, causal)
+    index_scale = check_rule(call, config, sizes, index_scale, return_index_loss, causal)
     check_lists(call)
     if config.rule != "index":
         return call.spec
@@ -257,13 +258,14 @@ def check_selected(
     return call.spec
 
 
-def _check_index(
-    call: Call, config: NSAConfig, sizes: dict[str, int], scale: float | None, loss: bool, causal: bool
+def check_rule(
+    call: Call, config: NSAConfig, sizes: dict[str, int], scale: float | None, loss: bool = False, causal: bool = True
 ) -> float | None:
     """The scale of an index in force; TypeError or ValueError where branches and tensors do not fit the rule."""
     require_bools(return_index_loss=loss)
+    tensors, of_keys = call.by_name, "k_index" if call.cache is None else "k_index_cache"
     for branch, names in OF_BRANCHES.items():
-        if branch not in config.branches and (more := [name for name in names if getattr(call, name) is not None]):
+        if branch not in config.branches and (more := [name for name in names if tensors.get(name) is not None]):
             raise ValueError(f"{more[0]} is of the {branch} branch, got branches={config.branches}")
     if config.rule != "index":
         if config.computes("selected") and not config.computes("compressed") and call.block_indices is None:
@@ -271,20 +273,20 @@ def _check_index(
                 f"rule={config.rule!r} chooses blocks by the compressed branch, got branches={config.branches}; "
                 "add it, give block_indices, or use rule='index'"
             )
-        for name, x in (("q_index", call.q_index), ("k_index", call.k_index), ("index_scale", scale)):
-            if x is not None:
+        for name in ("q_index", "k_index", "k_index_cache", "index_scale"):
+            if (tensors | dict(index_scale=scale)).get(name) is not None:
                 raise ValueError(f"{name} is for rule='index', got it with rule={config.rule!r}")
         if loss:
             raise ValueError(f"return_index_loss is for rule='index', got it with rule={config.rule!r}")
         return None
-    if call.q_index is None or call.k_index is None:
-        raise ValueError("rule='index' needs q_index and k_index, got None for one of them")
+    if call.q_index is None or tensors[of_keys] is None:
+        raise ValueError(f"rule='index' needs q_index and {of_keys}, got None for one of them")
     if not causal:
         raise ValueError("rule='index' needs causal=True, got False")
     if call.block_indices is not None:
         raise ValueError("block_indices must be None with rule='index', whose lists are its choice")
     if sizes["Hi"] not in (1, sizes["Hkv"]):
-        raise ValueError(f"k_index must have {sizes['Hkv']} heads, as k has, or 1, got {sizes['Hi']}")
+        raise ValueError(f"{of_keys} must have {sizes['Hkv']} heads, as k has, or 1, got {sizes['Hi']}")
     return check_scale(scale, sizes["Di"], "index_scale")
 
 

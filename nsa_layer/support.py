@@ -130,6 +130,7 @@ LACKING: dict[str, Callable[[Call], bool]] = {
     "compress_offset 0 with compress_stride 1": _shows_incomplete_keys,
     "rule='seed'": lambda call: call.config.rule == "seed",
     "rule='index' with gates or other branches": lambda call: _has_index(call) and not call.one_branch,
+    "nsa_with_kvcache with rule='index'": lambda call: call.cache is not None and _has_index(call),
     "the index' loss": lambda call: call.spec.index_loss,
     "index of other than 16, 32, 64 or 128 dimensions": _has_other_index,
     "branches left out, rule='nsa'": lambda call: not _has_index(call) and call.config.branches != BRANCHES,

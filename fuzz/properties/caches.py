@@ -12,7 +12,7 @@ import torch
 from fuzz import strategies
 from fuzz.case import Served
 from fuzz.prop import Skip, holds, refused
-from fuzz.serving import CACHES, PAGE, ROOM, Calls, check_pages, config_of, spoilt
+from fuzz.serving import PAGE, ROOM, Calls, caches_of, check_pages, config_of, spoilt
 from nsa_layer import NSACache, nsa, nsa_with_kvcache
 from nsa_layer.kvcache import eager  # noqa: F401, a fault is planted in what has been imported
 
@@ -32,7 +32,7 @@ def wrong_ones_are_refused(case: Served) -> None:
     arguments = spoilt(case, calls.all_but_the_last(), calls.lengths)
     if arguments is None:
         raise Skip
-    before = {name: arguments[name].clone() for name in CACHES}
+    before = {name: arguments[name].clone() for name in caches_of(arguments)}
     with refused("", ValueError):
         nsa_with_kvcache(**arguments)
     for name, x in before.items():
@@ -44,13 +44,13 @@ def no_gradient_is_lost(case: Served) -> None:
     """Forward is as it is without one; backward raises where a tensor needs one, and otherwise there is none."""
     calls = Calls(case)
     arguments = calls.all_but_the_last()
-    caches = {name: arguments[name].clone() for name in CACHES}
+    caches = {name: arguments[name].clone() for name in caches_of(arguments)}
     want = nsa_with_kvcache(**arguments | caches)
-    needing = {name: arguments[name].clone().requires_grad_() for name in case.needs}
+    needing = {name: arguments[name].clone().requires_grad_() for name in case.needs if name in arguments}
     o, lses = nsa_with_kvcache(**arguments | needing, return_lse=True)
     assert torch.equal(o.detach(), want), "forward is another one"
     for x in (o, *lses):
-        assert x.requires_grad == bool(case.needs), "the graph is cut"
+        assert x.requires_grad == bool(needing), "the graph is cut"
         with refused("no gradient", RuntimeError) if needing else nullcontext():
             torch.autograd.grad(x.sum(), list(needing.values()), retain_graph=True) if needing else None
 
@@ -60,9 +60,12 @@ def steps_of_nsa_cache(case: Served) -> None:
     """Appended, cropped, reordered, grown and copied in and out of inference mode: `nsa`'s output for each sequence."""
     draw, B, calls = random.Random(case.seed), len(case.counts[0]), Calls(case)
     kept = dict(page_size=PAGE, num_pages=None) if case.kept == "pages" else {}
-    modes = [torch.no_grad, torch.inference_mode]
+    modes, config, names = [torch.no_grad, torch.inference_mode], config_of(case), ["q", "k", "v"]
+    if case.index_heads:
+        kept |= dict(index_dim=4, index_heads=case.index_heads)
+        names += ["q_index", "k_index"]
     with draw.choice(modes)():
-        cache = NSACache(B, ROOM, 2, 8, config=config_of(case), dtype=torch.float64, **kept)
+        cache = NSACache(B, ROOM, 2, 8, config=config, dtype=torch.float64, **kept)
     of, lengths = list(range(B)), [0] * B  # the sequence that each row is of
     for counts in case.counts:
         with draw.choice(modes)():
@@ -74,20 +77,21 @@ def steps_of_nsa_cache(case: Served) -> None:
             if draw.random() < 0.3:
                 lengths = [draw.randint(0, n) for n in lengths]
                 cache.crop(lengths)
-            if not kept and draw.random() < 0.3:
+            if case.kept != "pages" and draw.random() < 0.3:
                 cache.grow(ROOM + 8)
             counts = [min(n, ROOM - at) for n, at in zip(counts, lengths)]
             tokens = [calls.tokens[i] for i in of]
-            each = [[own[name][at : at + n] for own, at, n in zip(tokens, lengths, counts)] for name in ("q", "k", "v")]
+            parts = [[own[name][at : at + n] for own, at, n in zip(tokens, lengths, counts)] for name in names]
+            q, k, v, *of_index = map(torch.cat, parts)
             starts = torch.tensor([0, *counts]).cumsum(0).int()
             if not starts[-1]:
                 continue
             validate = draw.random() < 0.5
-            o = cache.attend(*map(torch.cat, each), cu_seqlens_q=starts, validate=validate)
+            o = cache.attend(q, k, v, cu_seqlens_q=starts, validate=validate, **dict(zip(names[3:], of_index)))
         lengths = [at + n for at, n in zip(lengths, counts)]
         for own, part, n, end in zip(tokens, o.split(counts), counts, lengths):
             if n:
-                want = nsa(*(own[name][None, :end] for name in ("q", "k", "v")), config=config_of(case))[0, end - n :]
+                want = nsa(**{name: own[name][None, :end] for name in names}, config=config)[0, end - n :]
                 torch.testing.assert_close(part.clone(), want, rtol=1e-9, atol=1e-9)
         assert cache.lengths == tuple(lengths) == tuple(cache.cache_seqlens.tolist())
         held = [*cache.caches.values(), cache.cache_seqlens, *(pages.table for pages in cache._pages.values())]
@@ -95,4 +99,4 @@ def steps_of_nsa_cache(case: Served) -> None:
         check_pages(cache)
     cache.cache_seqlens += 2 * ROOM  # as calls outside of it may leave it
     with refused("", ValueError):
-        cache.attend(*(torch.stack([calls.tokens[0][name][:1]] * B) for name in ("q", "k", "v")), validate=True)
+        cache.attend(**{name: torch.stack([calls.tokens[0][name][:1]] * B) for name in names}, validate=True)

@@ -100,7 +100,7 @@ def of_tensors(function: Callable, keys: str = BATCH["keys"], **sizes: int) -> I
         yield name, ValueError, "must be on q's device", x.to("meta")
         less = (x.narrow(d, 0, shape[d] - 1) for d, each in enumerate(letters) if each in known or each.isdigit())
         yield name, ValueError, r"{} must have shape \(.*\), got", x[0], x[None], *less
-        known |= {*letters} - {"Di", "Sc"}  # which nothing in the right call has
+        known |= {*letters} - {"Hi", "Di", "Sc"}  # which nothing in the right call has
         if kind.dense:
             yield name, ValueError, "{} must be contiguous in its last dimension, got", x.mT.contiguous().mT
         if name in NO_EMPTY:
@@ -174,7 +174,7 @@ LISTED_PACKED = (
     ("cu_seqlens_k", ValueError, r"k must have shape \(20, Hkv, 8\), got", None),
     ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", starts(0, 5, 19)),
 )
-TILED = CONFIG.replace(q_tile=8)
+TILED, BY_INDEX, INDEX_KEYS = CONFIG.replace(q_tile=8), CONFIG.replace(q_tile=1, rule="index"), torch.zeros(B, 32, 1, 4)
 CACHED = (
     *of_tensors(nsa_with_kvcache),
     ("config", TypeError, "config must be an NSAConfig, got", None, {"block_size": 4}),
@@ -188,6 +188,14 @@ CACHED = (
        Together({name: torch.zeros(B, 32, HKV, size), "config": CONFIG.replace(q_tile=1, window_size=0), "k": None,
                  "v": None, "cache_seqlens": starts(20, 20)}))
       for name, size in (("k_win_cache", D), ("v_win_cache", DV))),
+    ("config", ValueError, "rule='index' needs q_index and k_index_cache, got None for one of them", BY_INDEX),
+    ("config", ValueError, "k_cmp_cache is of the compressed branch", BY_INDEX.replace(branches=("selected",))),
+    ("k_index_cache", ValueError, "k_index_cache is for rule='index', got it with rule='nsa'", INDEX_KEYS),
+    ("k_index_cache", ValueError, "k_index must be given where k is and k_index_cache is",
+     Together(config=BY_INDEX, k_index_cache=INDEX_KEYS, q_index=torch.zeros(B, T, HKV, 4))),
+    ("k_index_cache", ValueError, "k_index_cache must have 2 heads, as k has, or 1, got 3",
+     Together(config=BY_INDEX, k_index_cache=torch.zeros(B, 32, 3, 4), q_index=torch.zeros(B, T, HKV, 4),
+              k_index=torch.zeros(B, T, 3, 4))),
     ("k_cmp_cache", ValueError, "k_cmp needs k_cmp_cache", Together(k_cmp=torch.zeros(B, 5, HKV, D), k_cmp_cache=None)),
     ("k_cmp_cache v_cmp_cache", ValueError, "{} must have slots for the 8 keys of 32 tokens, got", lambda x: x[:, 1:]),
     ("gates", ValueError, "gate_weight and gates exclude each other",

@@ -15,7 +15,7 @@ sequences at once as `WORKSPACE` bytes hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
@@ -24,7 +24,7 @@ import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import check_slots
-from nsa_layer.call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, Call, Saved, Signature
+from nsa_layer.call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, Call, Saved, Signature, lse_shape
 from nsa_layer.cute.forward import forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
@@ -45,7 +45,7 @@ from nsa_layer.warm_up.api import compile_missing
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
 WORKSPACE = 1 << 31  # bytes of caches that are copied at a time; one sequence's may be more
-READ = ("q", *TOKEN_CACHES, *COMPRESSED_CACHES)  # new rows, which are read 16 bytes at a time
+READ = ("q", "q_index", *TOKEN_CACHES, *COMPRESSED_CACHES)  # new rows, which are read 16 bytes at a time
 # The first slot, and the number of rows, of all tokens and compressed keys, of what new ones are made of, of windows.
 TOKENS, COMPRESSED = (CacheSlots.START, CacheSlots.END), (CacheSlots.START, CacheSlots.CMP_END)
 SOURCE, WINDOW = (CacheSlots.SOURCE, CacheSlots.SOURCE_TOKENS), (CacheSlots.WINDOW, CacheSlots.WINDOW_TOKENS)
@@ -114,20 +114,22 @@ def _how_read(call: Call) -> str:
     if call.cache.page_table is None and call.cache.cache_batch_idx is None and not call.packed:
         return "rows"
     listed, compressed = call.block_indices is not None, call.cache.named(COMPRESSED_CACHES)
-    on_pages = len(compressed) == 2 and reads_pages(call.config, call.cache.k_cache, call.cache.v_cache, listed=listed)
+    kept = len(compressed) == 2 or not call.config.computes("compressed")
+    on_pages = kept and reads_pages(call.config, call.cache.k_cache, call.cache.v_cache, listed=listed)
     return "pages" if on_pages else "copies"
 
 
-def _bytes_of_tokens(call: Call, tokens: int) -> int:
-    return sum(tokens * x.shape[2:].numel() * x.element_size() for x in call.cache.named(TOKEN_CACHES).values())
+def _bytes_of_tokens(call: Call, tokens: int, names: Sequence[str] = TOKEN_CACHES) -> int:
+    return sum(tokens * x.shape[2:].numel() * x.element_size() for x in call.cache.named(names).values())
 
 
 def _bytes_copied(call: Call) -> int:
     """Bytes that are copied of a sequence's caches."""
     how, config, tokens = _how_read(call), call.config, call.cache.capacity
     if how == "pages":
-        window = call.longest + config.window_reach if config.window_size else 0
-        tokens = min(tokens, window) + tokens // config.stride
+        window = call.longest + config.window_reach if config.computes("window") else 0
+        copied = min(tokens, window) + tokens // config.stride * config.computes("compressed")
+        return _bytes_of_tokens(call, copied, TOKEN_CACHES[:4]) + _bytes_of_tokens(call, tokens, ("k_index",))
     return 0 if how == "rows" else _bytes_of_tokens(call, tokens)
 
 
@@ -167,10 +169,12 @@ class _Chunk:
     def append(self) -> None:
         """Write new tokens; clear what attention may read behind them."""
         compressed = self._tensors("k_cmp_cache", "v_cmp_cache") if self.how == "rows" else (None, None)
-        new = (*self._tensors(*TOKEN_CACHES), None, None)
-        caches = (*self._tensors(*CACHES[:4]), *compressed)
-        behind = {"rows": "rows", "pages": "block", "copies": ""}[self.how]
-        append(new, caches, self.tables, self.slots, (self.call.cu_seqlens, None), behind=behind)
+        *new, k_index = self._tensors(*TOKEN_CACHES)
+        *caches, index_cache = self._tensors(*CACHES[: len(TOKEN_CACHES)])
+        behind, starts = {"rows": "rows", "pages": "block", "copies": ""}[self.how], (self.call.cu_seqlens, None)
+        append((*new, None, None), (*caches, *compressed), self.tables, self.slots, starts, behind=behind)
+        if k_index is not None:
+            append((k_index, *[None] * 5), (index_cache, *[None] * 5), self.tables, self.slots, starts)
 
     def complete(self) -> None:
         """Write the compressed keys and values of blocks that the call completes: the caller's, or of cached tokens."""
@@ -215,37 +219,40 @@ class _Chunk:
             if spec.lengths is not None:
                 counted = (list(map(count, call.spec.lengths)) for count in (int, call.config.num_tiles))
                 rows, tiles = (slice(sum(each[: part.start]), sum(each[: part.stop])) for each in counted)
-        q, gates, lists = call.q[rows], call.gates, call.block_indices
-        gates, lists = None if gates is None else gates[rows], None if lists is None else lists[tiles]
-        more = dict(gate_weight=call.gate_weight, gates=gates, block_indices=lists, cu_seqlens=call.cu_seqlens)
-        with (side_stream_for(q) if call.config.window_size else None) or nullcontext() as side_stream:
+        own = dict(q=rows, gates=rows, q_index=rows, block_indices=tiles)
+        own = {name: x[at] for name, at in own.items() if (x := getattr(call, name)) is not None}
+        more = dict(gate_weight=call.gate_weight, cu_seqlens=call.cu_seqlens, spec=spec)
+        slides = call.config.computes("window")
+        with (side_stream_for(own["q"]) if slides else None) or nullcontext() as side_stream:
             with component("cache"):
                 more |= self._keys(part, side_stream)
-            tensors = Call(q, **more, q_offset=self.slots[CacheSlots.FIRST, part], spec=spec)
+            tensors = Call(**own, **more, q_offset=self.slots[CacheSlots.FIRST, part])
             o, saved = infer(tensors, self.memory, side_stream)
-        lse_swa = torch.full_like(saved.lse_cmp, -torch.inf) if saved.lse_swa is None else saved.lse_swa
-        return o, saved.lse_cmp, saved.lse_slc, lse_swa
+        q, lses = own["q"], (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
+        return o, *(q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32) if x is None else x for x in lses)
 
     def _keys(self, part: slice, side_stream: SideStream | None) -> dict[str, Tensor | None]:
         """Keys and values of all branches by name, with slots for the caches' capacity of each sequence, and how they
         lie; those of a window on pages are copied on the stream of its attention."""
-        call, starts, more = self.call, None, {}
-        capacity, count = call.cache.capacity, call.config.compressed_length(call.cache.capacity)
+        call, starts, more, config = self.call, None, {}, self.call.config
+        capacity = call.cache.capacity
+        count = config.compressed_length(capacity) if config.computes("compressed") else 0
         caches = self._tensors(*CACHES)
-        kv, of_window, compressed = caches[:2], caches[2:4], caches[4:]
+        kv, of_window, index, compressed = caches[:2], caches[2:4], (caches[4], None), caches[5:]
         if self.how == "rows":
-            kv, of_window = _each(aligned_rows, kv), _each(aligned_rows, of_window)
+            kv, of_window, index = (_each(aligned_rows, pair) for pair in (kv, of_window, index))
             compressed = _each(lambda x: aligned_rows(x[:, :count]), compressed)
         elif self.how == "copies":
             (kv, starts), (of_window, _) = (self._copied(pair, part, TOKENS, 0, capacity) for pair in (kv, of_window))
         else:
-            if call.config.window_size:
+            if config.computes("window"):
                 of_window = tuple(shared if x is None else x for x, shared in zip(of_window, kv))
-                of_window, starts = self._copied(of_window, part, WINDOW, 1, call.config.window_reach, side_stream)
+                of_window, starts = self._copied(of_window, part, WINDOW, 1, config.window_reach, side_stream)
                 more = dict(win_offset=self.slots[CacheSlots.IN_WINDOW, part], cu_seqlens_win=starts)
             more["pages"] = self.tables[0][part]
         if self.how != "rows":
             compressed, _ = self._copied(compressed, part, COMPRESSED, 0, count)
+            index, _ = self._copied(index, part, TOKENS, 0, capacity)
         sources = tuple(x if y is None else None for x, y in zip(kv, compressed))
         if count and any(x is not None for x in sources):
             blocks = self._layout(part, 0, count)
@@ -253,7 +260,7 @@ class _Chunk:
                 means = self._compress(sources, starts, *blocks)
             clear(means, self.slots[:, part], CacheSlots.CMP_END, blocks[0])
             compressed = tuple(y if x is None else x for x, y in zip(compressed, means))
-        return more | dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), (*kv, *of_window, *compressed)))
+        return more | dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), (*kv, *of_window, index[0], *compressed)))
 
     def _copied(
         self,

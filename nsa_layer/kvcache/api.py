@@ -39,12 +39,16 @@ def nsa_with_kvcache(
     v_win: Tensor | None = None,
     k_win_cache: Tensor | None = None,
     v_win_cache: Tensor | None = None,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+    k_index_cache: Tensor | None = None,
     gate_weight: Tensor | None = None,
     gates: Tensor | None = None,
     compress_k_weight: Tensor | None = None,
     compress_v_weight: Tensor | None = None,
     config: NSAConfig,
     softmax_scale: float | None = None,
+    index_scale: float | None = None,
     block_indices: Tensor | None = None,
     num_splits: int = 0,
     out: Tensor | None = None,
@@ -82,6 +86,8 @@ def nsa_with_kvcache(
             read. v_cmp: the same for v.
         k_win, v_win: like k and v: keys and values of the sliding window's own, written to their caches.
         k_win_cache, v_win_cache: like k_cache and v_cache. None: the window reads those.
+        q_index, k_index, index_scale: as in `nsa`, of q's tokens; k_index where k is, written to its cache.
+        k_index_cache: [B, S, Hkv or 1, Di] or [pages, page, Hkv or 1, Di], which ``rule="index"`` needs.
         gate_weight, gates, compress_k_weight, compress_v_weight, softmax_scale: as in `nsa`.
         config: block sizes, window, the rule that chooses blocks: each token for itself.
         block_indices: as in `nsa`; tiles of ``config.q_tile`` queries count from the call's first.
@@ -99,7 +105,7 @@ def nsa_with_kvcache(
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv]; with ``return_lse`` a pair of o and the log-sum-exps of the compressed,
-        the selected and the sliding window's branch, [B, Hq, T] or [Hq, total] each.
+        the selected and the sliding window's branch, [B, Hq, T] or [Hq, total] each; -inf without the branch.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it, and nothing was written.
@@ -109,12 +115,14 @@ def nsa_with_kvcache(
     """
     cache = KVCache(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, k_cmp_cache, v_cmp_cache, cmp_page_table,
-        k_win_cache, v_win_cache, num_splits,
+        k_win_cache, v_win_cache, k_index_cache, num_splits,
     )  # fmt: skip
-    weights, own = (gate_weight, gates, compress_k_weight, compress_v_weight), (k_cmp, v_cmp, k_win, v_win)
+    weights = gate_weight, gates, compress_k_weight, compress_v_weight
+    own = k_cmp, v_cmp, k_win, v_win, q_index, k_index
     call = Call(q, k, v, *weights, *own, cu_seqlens=cu_seqlens_q, block_indices=block_indices, cache=cache)
     require_bools(validate=validate, return_lse=return_lse)
-    static = dict(config=config, softmax_scale=softmax_scale, max_seqlen_q=max_seqlen_q, out=out)
+    static = dict(config=config, softmax_scale=softmax_scale, index_scale=index_scale)
+    static |= dict(max_seqlen_q=max_seqlen_q, out=out)
     call = check(call, **static, backend=backend, validate=validate)
     o, lses = operator.attend(call, out=out, validate=validate)
     return (o, lses) if return_lse else o
@@ -127,7 +135,7 @@ def check(
 
     Args:
         read: read packed lengths, as ``validate`` does.
-        static: config, softmax_scale and max_seqlen_q.
+        static: config, softmax_scale, index_scale and max_seqlen_q.
 
     Returns:
         The call as autocast, where it is in force, casts it, with lists in int32, and the spec.

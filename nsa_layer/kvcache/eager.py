@@ -57,8 +57,10 @@ def attend(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, Tensor,
         offset = torch.tensor([ends[b] - lengths[b]], dtype=torch.int32)
         own = Call(**new[b] | stored, gate_weight=call.gate_weight, q_offset=offset, spec=spec)
         (values,), auxes[b], *_ = module.attend(own.as_batch())
-        for row, value in zip(rows, (values, *(getattr(auxes[b], name)[0].mT for name in LSES))):
-            row[b].copy_(value)
+        row_o, *row_lses = (row[b] for row in rows)
+        row_o.copy_(values)
+        for row, lse in zip(row_lses, (getattr(auxes[b], name) for name in LSES)):
+            row.fill_(-torch.inf) if lse is None else row.copy_(lse[0].mT)
     return o, tuple(lse.mT for lse in lses), auxes
 
 
@@ -84,7 +86,7 @@ def _new(call: Call, lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     """Each sequence's queries, new keys and values, gates and lists, without a dimension of the batch."""
     rows = {"block_indices": call.config.num_tiles, **dict.fromkeys(COMPRESSED_CACHES, call.config.most_completed)}
     new: list[dict[str, Tensor]] = [{} for _ in lengths]
-    for name in ("q", "gates", "block_indices", *TOKEN_CACHES, *COMPRESSED_CACHES):
+    for name in ("q", "gates", "q_index", "block_indices", *TOKEN_CACHES, *COMPRESSED_CACHES):
         if (x := getattr(call, name)) is not None:
             parts = x.split([rows.get(name, int)(T) for T in lengths]) if call.packed else x.unbind()
             for own, part in zip(new, parts, strict=True):

@@ -8,8 +8,8 @@ from itertools import accumulate, chain
 
 import torch
 
-from nsa_layer.call import COMPRESSED_CACHES, OWN_KEYS, Call
-from nsa_layer.checks import DTYPES, require_config, require_published
+from nsa_layer.call import COMPRESSED_CACHES, OWN_KEYS, TOKEN_CACHES, Call
+from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.kvcache import operator
 from nsa_layer.kvcache.api import check
@@ -19,8 +19,9 @@ from nsa_layer.kvcache.page_allocator import PageAllocator, sent
 Tensor = torch.Tensor
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WITHOUT_COMPRESS = (*COMPRESSED_CACHES, "compress_k_weight", "compress_v_weight")
-STATIC = ("softmax_scale", "max_seqlen_q", "out")
-OPTIONS = {*STATIC, *OWN_KEYS, *WITHOUT_COMPRESS, *"gate_weight gates cu_seqlens_q block_indices num_splits".split()}
+STATIC = ("softmax_scale", "index_scale", "max_seqlen_q", "out")
+OPTIONS = {*STATIC, *OWN_KEYS, *WITHOUT_COMPRESS, "q_index", "k_index", "gate_weight", "gates", "cu_seqlens_q"}
+OPTIONS |= {"block_indices", "num_splits"}
 
 
 class LastingTensors:
@@ -40,8 +41,9 @@ class NSACache(LastingTensors):
     its pages until they write to them.
 
     Attributes:
-        caches: ``k_cache``, ``v_cache``, ``k_cmp_cache``, ``v_cmp_cache`` and, with ``own_window``, ``k_win_cache`` and
-            ``v_win_cache``, shaped as `nsa_with_kvcache` says.
+        caches: ``k_cache`` and ``v_cache``; with the compressed branch ``k_cmp_cache`` and ``v_cmp_cache``, with
+            ``own_window`` ``k_win_cache`` and ``v_win_cache``, with ``rule="index"`` ``k_index_cache``; shaped as
+            `nsa_with_kvcache` says.
         sources: with ``own_sources`` "k" and "v", like ``k_cache`` and ``v_cache``.
         cache_seqlens: int32 [batch] on the device, tokens of each sequence; the same as ``lengths``.
 
@@ -54,6 +56,7 @@ class NSACache(LastingTensors):
         num_pages: pages of the pool; None: enough for ``max_seqlen`` tokens of every sequence.
         own_window: the sliding window has keys and values of its own.
         own_sources: compressed keys and values are made of tokens of their own, which the cache keeps beside k and v.
+        index_dim, index_heads: Di and heads of the index' keys with ``rule="index"``, Hkv unless given, or 1.
         dtype, device: of the tensors.
 
     Raises:
@@ -74,18 +77,27 @@ class NSACache(LastingTensors):
         num_pages: int | None = None,
         own_window: bool = False,
         own_sources: bool = False,
+        index_dim: int = 32,
+        index_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         sizes = dict(batch=batch, max_seqlen=max_seqlen, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        optional = dict(head_dim_v=head_dim_v, page_size=page_size, num_pages=num_pages)
+        sizes["index_dim"] = index_dim
+        optional = dict(head_dim_v=head_dim_v, page_size=page_size, num_pages=num_pages, index_heads=index_heads)
         for name, size in (sizes | {name: size for name, size in optional.items() if size is not None}).items():
             require_int(name, size, least=1)
         require_config(config)
-        require_published(config, "NSACache")
         require_bools(own_window=own_window, own_sources=own_sources)
-        if own_window and not config.window_size:
-            raise ValueError("own_window must be False where there is no window, got True with window_size=0")
+        if own_window and not config.computes("window"):
+            raise ValueError(
+                f"own_window must be False where there is no window, got True with window_size={config.window_size}, "
+                f"branches={config.branches}"
+            )
+        if own_sources and not config.computes("compressed"):
+            raise ValueError(f"own_sources is of the compressed branch, got True with branches={config.branches}")
+        if index_heads not in (None, 1, num_kv_heads):
+            raise ValueError(f"index_heads must be {num_kv_heads} or 1, got {index_heads}")
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
         if page_size is None and num_pages is not None:
@@ -102,19 +114,25 @@ class NSACache(LastingTensors):
             lead = (batch * width if num_pages is None else num_pages, page_size)
             # A compressed key that reaches into the next page is each sequence's own, whoever shares its first tokens.
             compressed = (lead[0] + batch * (config.span > config.stride), page_size // config.stride)
-        names = ("k", "v", "k_win", "v_win")[: 4 if own_window else 2]
-        dims = {"k": head_dim, "v": head_dim if head_dim_v is None else head_dim_v}
+        names = TOKEN_CACHES[: 4 if own_window else 2] + ("k_index",) * (config.rule == "index")
+        names += COMPRESSED_CACHES if config.computes("compressed") else ()
+        rows = dict.fromkeys(names, (num_kv_heads, head_dim))
+        rows |= {name: (num_kv_heads, head_dim_v or head_dim) for name in names if name[0] == "v"}
+        if config.rule == "index":
+            rows["k_index"] = (index_heads or num_kv_heads, index_dim)
         self.caches, self.sources = {}, {}
-        for name in (*names, *COMPRESSED_CACHES):
-            size = (*(compressed if "cmp" in name else lead), num_kv_heads, dims[name[0]])
+        for name, row in rows.items():
+            size = (*(compressed if "cmp" in name else lead), *row)
             self.caches[f"{name}_cache"] = torch.empty(size, dtype=dtype, device=device)
         for name in "kv" if own_sources else ():
             self.sources[name] = torch.empty_like(self.caches[f"{name}_cache"])
         self._pages: dict[str, PageAllocator] = {}
         if page_size is not None:
-            *of_tokens, k_cmp, v_cmp = self.caches.values()
+            of_blocks = [x for name, x in self.caches.items() if "cmp" in name]
+            of_tokens = [x for name, x in self.caches.items() if "cmp" not in name]
             self._pages["page_table"] = PageAllocator([*of_tokens, *self.sources.values()], batch, width)
-            self._pages["cmp_page_table"] = PageAllocator([k_cmp, v_cmp], batch, width)
+            if of_blocks:
+                self._pages["cmp_page_table"] = PageAllocator(of_blocks, batch, width)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -165,6 +183,8 @@ class NSACache(LastingTensors):
             raise TypeError(f"attend takes the options {', '.join(sorted(OPTIONS))}, got {', '.join(sorted(unknown))}")
         if (sources is not None) != bool(self.sources) or (sources is not None and compress is None):
             raise ValueError("sources must be given to a cache with own_sources, with compress, and to no other")
+        if compress is not None and not self.config.computes("compressed"):
+            raise ValueError(f"compress is of the compressed branch, got it with branches={self.config.branches}")
         if compress is not None and (both := [name for name in WITHOUT_COMPRESS if options.get(name) is not None]):
             raise ValueError(f"compress and {both[0]} exclude each other, got both; pass one or neither")
         require_bools(validate=validate, return_lse=return_lse)

@@ -82,7 +82,7 @@ def _fake(*tensors: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
 
 
 def _schema() -> str:
-    aliases, tensors = dict(zip(CACHES, "abcdef")), []
+    aliases, tensors = dict(zip(CACHES, "abcdefg")), []
     for name in (*TENSORS[:STEP], *KVCache._fields[:-1]):
         kind = f"Tensor({aliases[name]}!)" if name in aliases else "Tensor"
         tensors.append(f"{kind}{'?' * (name not in REQUIRED)} {name}")

@@ -40,8 +40,8 @@ def cached_arguments(case: Case = CACHED, S: int = 32, device: str = "cpu", besi
             x = given[name]
             given[name] = F.pad(x, (0, 0, 0, 0, 0, -(-case.T // stride) - x.shape[1]), value=torch.nan)
     for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
-        (B, _, H, D), slots = given[name[0]].shape, S // stride if "cmp" in name else S
-        if "win" not in name or name in given:
+        (B, _, H, D), slots = given[name if name in given else name[0]].shape, S // stride if "cmp" in name else S
+        if name in given or "cmp" in name and case.config.computes("compressed"):
             given[f"{name}_cache"] = given["q"].new_full((B, slots, H, beside + D), torch.nan)[..., beside:]
     return given | dict(config=case.config, cache_seqlens=torch.zeros(case.B, dtype=torch.int32, device=device))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from layer_calls import deterministic
 
 from fuzz.properties.layer import assert_forward_causal
-from nsa_layer import ContextParallel, NSACache, NSAConfig, nsa, nsa_with_kvcache, reference
+from nsa_layer import ContextParallel, NSAConfig, nsa, reference
 from nsa_layer.call import Call, loss_of_sums
 from nsa_layer.config import BRANCHES
 from nsa_layer.eager import list_attention, select_blocks
@@ -207,11 +207,6 @@ def test_what_it_does_not_do_yet_is_refused() -> None:
     given = arguments()
     with pytest.raises(NotImplementedError, match="cp with rule='index'"):
         nsa(**given, cp=object.__new__(ContextParallel))
-    with pytest.raises(NotImplementedError, match="NSACache with rule='index'"):
-        NSACache(1, 8, 2, 16, config=INDEX)
-    caches = dict.fromkeys(("k_cache", "v_cache"), torch.zeros(2, 8, 2, 16))
-    with pytest.raises(NotImplementedError, match="nsa_with_kvcache with rule='index'"):
-        nsa_with_kvcache(given["q"][:, :1], **caches, cache_seqlens=torch.zeros(2, dtype=torch.int32), config=INDEX)
     with pytest.raises(RuntimeError, match="second derivative"):
         q_index = given["q_index"].requires_grad_()
         loss = nsa(**given | dict(q_index=q_index), return_index_loss=True)[1]

@@ -20,13 +20,15 @@ from torch.library import opcheck
 
 from nsa_layer import NSACache, NSAConfig, checks, nsa, nsa_with_kvcache
 from nsa_layer.call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, Call, CallSpec
+from nsa_layer.config import BRANCHES
 from nsa_layer.operators import static_arguments
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=4, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
-CASE = Case(lengths=(100, 0, 3, 57), D=8, Dv=6, dtype=torch.float64, config=SMALL)
+INDEX = SMALL.replace(rule="index", branches=("selected",))
+CASE = Case(lengths=(100, 0, 3, 57), D=8, Dv=6, dtype=torch.float64, config=SMALL, index_loss=False)
 
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
@@ -53,16 +55,16 @@ class Caches:
 
     def __post_init__(self) -> None:
         case, device = self.inputs.case, self.inputs.q.device
-        B, (Hkv, D), Dv = len(case.lengths), self.inputs.k.shape[1:], self.inputs.v.shape[-1]
+        B, compressed = len(case.lengths), self.compressed and case.config.computes("compressed")
         pages, generator = self.room // self.page, torch.Generator().manual_seed(self.seed)
         for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
-            if name in "kv" or getattr(self.inputs, name) is not None or ("cmp" in name and self.compressed):
-                step = case.config.stride if "cmp" in name else 1
+            if (x := getattr(self.inputs, name)) is not None or ("cmp" in name and compressed):
+                step, x = case.config.stride if "cmp" in name else 1, getattr(self.inputs, name[0]) if x is None else x
                 slots = (B * pages + 3, self.page // step) if self.paged else (B + 1, self.room // step)
-                cache = torch.full((*slots, Hkv, D if name[0] == "k" else Dv), torch.nan, dtype=case.dtype)
+                cache = torch.full((*slots, *x.shape[1:]), torch.nan, dtype=case.dtype)
                 cache = cache.transpose(1, 2).contiguous().transpose(1, 2) if name == "k" else cache
                 self.given[f"{name}_cache"] = cache
-        for table in ("page_table", *["cmp_page_table"] * self.compressed) if self.paged else ():
+        for table in ("page_table", *["cmp_page_table"] * compressed) if self.paged else ():
             shuffled = torch.randperm(B * pages + 3, generator=generator).int()
             self.given[table] = shuffled[: B * pages].view(B, pages)
             for row, T in zip(self.given[table], case.lengths):
@@ -112,6 +114,7 @@ def assert_whole(inputs: Inputs, steps: Sequence[Sequence[tuple]], **close: floa
     want = run("eager" if inputs.q.device.type == "cpu" else "cute", inputs)
     for i, expected in enumerate((want.o, *(getattr(want.aux, name) for name in LSES))):
         parts = [step[b][i] for b in range(len(inputs.case.lengths)) for step in steps]
+        expected = torch.full_like(torch.cat(parts, dim=1), -torch.inf) if expected is None else expected
         torch.testing.assert_close(torch.cat(parts, dim=int(i > 0)), expected, **EXACT | close)
 
 
@@ -170,6 +173,12 @@ VARIANTS = {
     "own keys": replace(CASE, own_keys=OWN_KEYS),
     "no window": replace(CASE, config=SMALL.replace(window_size=0)),
     "own keys, overlapping": replace(CASE, own_keys=("k_cmp", "v_win"), config=OVERLAPPING),
+    "index": replace(CASE, config=INDEX, gate="none", index_dim=4),
+    "index, one key": replace(
+        CASE, config=INDEX.replace(branches=BRANCHES[1:]), gate="given", index_dim=2, one_key=True
+    ),
+    "index, all branches": replace(CASE, config=OVERLAPPING.replace(rule="index"), own_keys=("v_win",), index_dim=3),
+    "compressed and window": replace(CASE, config=SMALL.replace(branches=BRANCHES[::2])),
 }
 KEPT = {"contiguous": (False, True), "paged": (True, True), "made anew": (True, False)}  # paged, with compressed caches
 
@@ -181,7 +190,7 @@ def test_variants(backend: str, kept: str, name: str) -> None:
         Caches(make_inputs(VARIANTS[name]), *KEPT[kept]).finish(CUTS["ragged"], backend)
 
 
-@pytest.mark.parametrize("name", ["overlapping, weights", "own keys", "no window"])
+@pytest.mark.parametrize("name", ["overlapping, weights", "own keys", "no window", "index, one key"])
 def test_reference(name: str) -> None:
     Caches(make_inputs(VARIANTS[name]), True).finish(CUTS["ragged"], "reference")
 
@@ -253,7 +262,7 @@ def test_going_back_leaves_no_trace(backend: str, paged: bool) -> None:
 
 def whole(given: dict) -> tuple[torch.Tensor, ...]:
     """o and log-sum-exps of all tokens at once, and lists."""
-    names = ("q", "k", "v", "k_win", "v_win", "config")
+    names = ("q", "q_index", *TOKEN_CACHES, "config")
     o, aux = nsa(**{name: given[name] for name in names if name in given}, return_aux=True)
     return o, *(getattr(aux, name) for name in LSES), aux.block_indices
 
@@ -272,7 +281,7 @@ def in_calls(
     """
     B, q_tile, found = len(given["q"]), given["config"].q_tile, []
     for begin, end in pairwise((0, *ends)):
-        new = {name: given[name][:, begin:end] for name in ("q", "k", "v", "k_win", "v_win") if name in given}
+        new = {name: given[name][:, begin:end] for name in ("q", "q_index", *TOKEN_CACHES) if name in given}
         if lists is not None:
             new["block_indices"] = lists[:, begin // q_tile : -(-end // q_tile)]
         if packed:
@@ -285,11 +294,13 @@ def in_calls(
 
 
 @pytest.mark.parametrize("packed, indexed", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["blocks", "overlapping"])
+@pytest.mark.parametrize("config", [SMALL, OVERLAPPING, SMALL.replace(rule="index", local_blocks=1)], ids=str)
 def test_a_batch_is_read_in_place(backend: str, config: NSAConfig, packed: bool, indexed: bool) -> None:
     """A batch of one length; a pack of one sequence is one too. A row by index is a page, here with a window's own."""
+    of_index = dict(index_dim=4, one_key=packed) if config.rule == "index" else {}
     own_keys = OWN_KEYS[2:] if indexed else ()
-    given = cached_arguments(replace(CACHED, B=1 if packed else 2, config=config, own_keys=own_keys), S=24)
+    case = replace(CACHED, B=1 if packed else 2, config=config, own_keys=own_keys, index_loss=False, **of_index)
+    given = cached_arguments(case, S=24)
     given |= dict(cache_batch_idx=torch.tensor([1, 0]).int()) if indexed else {}
     *want, _ = whole(given)
     torch.testing.assert_close(in_calls(given, (9, 10, 20), backend, packed=packed), want, **EXACT)

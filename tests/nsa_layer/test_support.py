@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, support
-from nsa_layer.call import OWN_KEYS
+from nsa_layer.call import OWN_KEYS, KVCache
 from nsa_tools.shape import Shape
 
 CUDA = torch.device("cuda", 0)
@@ -32,6 +32,7 @@ def choose(
     index_dim: int = 0,
     index_loss: bool = False,
     alone: bool = False,
+    cached: bool = False,
     **changes: object,
 ) -> str:
     """The backend of a call with `rows` query heads for each list."""
@@ -39,6 +40,8 @@ def choose(
     call = Shape(**shape | changes | (dict(lists=(1, 3)) if alone else {})).call()
     if index_dim:
         call = call._replace(q_index=call.q[..., :index_dim], k_index=call.k[..., :index_dim])
+    if cached:
+        call = call._replace(cache=KVCache(*call[1:3], 0))
     return support.choose_backend(
         backend, call._replace(spec=replace(call.spec, alone=alone, index_loss=index_loss)), device
     )
@@ -59,6 +62,7 @@ UNSUPPORTED = {
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
     "rule='index' with gates or other branches": dict(config=NSAConfig(rule="index")),
+    "nsa_with_kvcache with rule='index'": dict(config=INDEX, cached=True),
     "the index' loss": dict(config=INDEX, index_loss=True),
     "index of other than 16, 32, 64 or 128 dimensions": dict(config=INDEX, index_dim=24),
     "branches left out, rule='nsa'": dict(config=NSAConfig(branches=("compressed", "selected"))),
