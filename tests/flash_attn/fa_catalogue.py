@@ -20,9 +20,7 @@ SM90 = [
     Case(D=128, causal=True),
     Case(T_q=500, T_k=600, window=(None, 40), mask_mod="thirds"),
     Case(T_q=1500, T_k=700, window=(100, None), deterministic=True),
-    Case(D=128, window=(2**31 - 1, 10)),
     Case(D=128, window=(20, 2**31 - 1)),
-    Case(D=128, window=(2**40, None)),
     Case(D=128, T_k=500, causal=True, mask_mod="keyed"),
     Case(D=128, T_q=1200, T_k=500, Hq=6, window=(299, 0)),
     Case(D=128, **LONG, Hq=2, window=(200, 0)),
@@ -115,7 +113,6 @@ SM90 = [
 ]
 # What only tiles of 256 queries and pairs of CTAs have.
 ONLY_SM100 = [
-    Case(D=128, T_q=1500, T_k=1500, causal=True, lists="both", list_heads=2, block=(256, 256)),
     Case(D=128, T_q=1500, T_k=1500, Hkv=4, mask_mod="thirds", lists="both", list_heads=4, block=(256, 256)),
     Case(D=128, T_k=129, Hkv=1, lists="full", block=(256, 256)),
     Case(D=128, T_q=1500, T_k=1500, causal=True, lists="both", block=(256, 128)),
@@ -136,7 +133,6 @@ ONLY_SM100 = [
     Case(D=256, **LONG, causal=True, mask_mod="thirds", lists="both", block=(128, 128), deterministic=True),
     Case(D=256, packed=PACK, mask_mod="keyed", lists="both", form="ragged", block=(128, 256)),
     Case(D=128, **LONG, lists="both", block=(384, 128), pack_gqa=False),
-    Case(D=128, lists="no full", deterministic=True),
 ]
 
 

@@ -160,19 +160,21 @@ def kernel_fields(
     return [tuple(getattr(kernel, name) for name in names.split()) for kernel in kernels]
 
 
-def compile_forward(case: Any, **more: Any) -> None:
-    """A case's forward on tensors without memory; in a worker."""
+def compile_forward(*cases: Any, **more: Any) -> None:
+    """Forward of cases, on tensors without memory; in a worker."""
     from fuzz.attention import forward, make_inputs
 
-    forward(case, make_inputs(case), **more)
+    for case in cases:
+        forward(case, make_inputs(case), **more)
 
 
-def compile_backward(case: Any, **more: Any) -> None:
-    """A case's backward on tensors without memory; in a worker."""
+def compile_backward(*cases: Any, **more: Any) -> None:
+    """Backward of cases, on tensors without memory; in a worker."""
     from fuzz.attention import backward, make_inputs, outputs
 
-    x = make_inputs(case)
-    backward(case, x, *outputs(case, x), **more)
+    for case in cases:
+        x = make_inputs(case)
+        backward(case, x, *outputs(case, x), **more)
 
 
 def on_cpu(program: Any, table: Any, out: Any, *static: Any) -> Any:

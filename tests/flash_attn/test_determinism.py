@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
 from flash_attn.cute.lists.write_order import merged_lists
 from fuzz.attention import compile_case
-from fuzz.attention_lists import backward_lists, sides, tables
+from fuzz.attention_lists import sides, tables
 from fuzz.case import Attention as Case
 from fuzz.case import Packed
 
@@ -30,17 +30,12 @@ LISTED = Case(D=128, T_q=700, T_k=700, Hkv=4, causal=True, lists="both", determi
 ORDERED = [case for case in SM90 if case.lists and case.deterministic]
 
 
-def compile_both_directions(case: Case) -> None:
-    """Calls with lists of either direction, twice."""
-    for spt in (False, True, False, True):
-        compile_backward(case, lists=backward_lists(case)._replace(spt=spt))
-
-
 BACKWARD = "FlashAttentionBackwardSm90"
 
 
 def test_a_kernel_for_each_direction(compiler_sm90: Worker) -> None:
-    found = compiler_sm90.trace(kernel_fields, "spt", compile_both_directions, LISTED, kind=BACKWARD)
+    calls = [replace(LISTED, launch=launch) for launch in ("left to right", "right to left") * 2]
+    found = compiler_sm90.trace(kernel_fields, "spt", compile_backward, *calls, kind=BACKWARD)
     assert found == [(False,), (True,)]
 
 

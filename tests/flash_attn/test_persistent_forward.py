@@ -207,13 +207,9 @@ def test_not_a_bit_depends_on_it(case: Case, pack_gqa: bool) -> None:
     assert not o[unseen.transpose(1, 2)].any() and lse[unseen].isneginf().all()
 
 
-def compile_windows(lefts: tuple[int, ...]) -> None:
-    for left in lefts:
-        compile_forward(replace(WINDOW_CALL, D=64, window=(left, 0)))
-
-
 def test_windows_of_either_kind_have_kernels_of_their_own(compiler_sm90: Worker) -> None:
-    found = compiler_sm90.trace(kernel_fields, "overlap_tiles", compile_windows, (512, 8192, 100, 5000))
+    calls = [replace(WINDOW_CALL, D=64, window=(left, 0)) for left in (512, 8192, 100, 5000)]
+    found = compiler_sm90.trace(kernel_fields, "overlap_tiles", compile_forward, *calls)
     assert found == [(True,), (False,)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fa_compile import Worker, kernel_fields, swept
+from fa_compile import Worker, compile_backward, compile_forward, kernel_fields, swept
 from fa_compress import FIXED
 from fa_reference import assert_case
 
@@ -60,18 +60,15 @@ def test_compiles(compiler: Worker, kind: Case) -> None:
     compiler.trace(compile_case, next(with_edges(kind)))
 
 
-def compile_offsets(*offsets: tuple[int, int] | None) -> None:
-    for each in offsets:
-        compile_case(Case(window=(127, 0), T_q=300, T_k=1000, offsets=each))
-
-
 def test_offsets_share_kernels(compiler_sm90: Worker) -> None:
-    """Those of a call without any are others: a forward and a backward."""
-    counts = []
-    for offsets in ([(0, 0)], [(0, 0), (300, 17)], [(0, 0), None]):
-        found = compiler_sm90.trace(kernel_fields, "__module__", compile_offsets, *offsets, kind="Flash")
-        counts.append(len(found))
-    assert counts[1:] == [counts[0], counts[0] + 2]
+    """Those of a call without any are others."""
+    first, second, without = (Case(window=(127, 0), T_q=300, T_k=1000, offsets=of) for of in ((0, 0), (300, 17), None))
+    for compile_ in (compile_forward, compile_backward):
+        alone, both, apart = (
+            len(compiler_sm90.trace(kernel_fields, "", compile_, *calls, kind="Flash"))
+            for calls in ([first], [first, second], [first, without])
+        )
+        assert (both, apart) == (alone, alone + 1)
 
 
 @pytest.mark.gpu
