@@ -15,10 +15,11 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.models import SPARSE, NSABranches
 
 START = 4.0  # sigmoid(4) = 0.982
-NOT_KEPT = ("model_type", "architectures", "transformers_version")
+NOT_KEPT = ("model_type", "architectures", "transformers_version", "quantization_config")
 # Of the dense model alone: accelerate's forward of mixed precision, compiled steps, and names in the file it is of.
 NOT_SHARED = ("_modules", "config", "forward", "_original_forward")
 NOT_SHARED += ("_compiled_call", "_last_compile_config", "_weight_conversions")
+NOT_SHARED += ("hf_quantizer", "is_quantized", "quantization_method")
 
 
 def convert_to_nsa(
@@ -56,7 +57,8 @@ def convert_to_nsa(
         raise NotImplementedError(f"convert_to_nsa converts {names}, got {type(model).__name__}")
     sparse = SPARSE[type(model)]
     require_config(config)
-    if getattr(model, "hf_quantizer", None) is not None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and quantizer.quantization_config.quant_method != "gguf":  # whose weights are plain ones
         raise NotImplementedError("convert_to_nsa of a quantized model: convert it first")
     if any(hasattr(part, "_hf_hook") for part in model.modules()):
         raise NotImplementedError("convert_to_nsa of a model that accelerate offloads or dispatches: convert it first")
