@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import hf_cases
 import pytest
@@ -204,12 +205,15 @@ def test_conversion_refuses_what_it_cannot_keep() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         int8 = torch.ao.quantization.quantize_dynamic(dense(), {nn.Linear})
+    quantized = dense()
+    quantized.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="bitsandbytes"))
     compiled, forward, layer = dense(), dense(), dense()
     compiled.compile()
     forward.forward = torch.compile(forward.forward)
     layer.model.layers[1] = torch.compile(layer.model.layers[1])
     for model, message in (
         (int8, "adapters or changed layers: 'lm_head._packed_params"),
+        (quantized, "a quantized model: convert it first"),
         (cpu_offload(dense(), execution_device="cpu"), "accelerate offloads or dispatches"),
         (compiled, "LlamaForCausalLM is wrapped or compiled"),
         (forward, "LlamaForCausalLM is wrapped or compiled"),
@@ -219,6 +223,18 @@ def test_conversion_refuses_what_it_cannot_keep() -> None:
             convert_to_nsa(model, CONFIG)
     windows = dense("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)  # in no layer
     assert convert_to_nsa(windows, CONFIG)(tokens(1, 40)).logits.isfinite().all()
+
+
+def test_a_model_of_a_gguf_file_converts(tmp_path: Path) -> None:
+    """Its weights are plain ones, although transformers calls it quantized."""
+    model = dense()
+    model.is_quantized = True
+    model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gguf"))
+    model.config.quantization_config = {"quant_method": "gguf"}
+    converted = convert_to_nsa(model)
+    converted.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not hasattr(loaded.config, "quantization_config") and not getattr(converted, "is_quantized", False)
 
 
 def test_projections_are_not_asked_for_a_weight() -> None:
