@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product, zip_longest
 
 import pytest
 import torch
@@ -29,8 +29,6 @@ SMALL = NSAConfig(block_size=8, block_counts=4, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
 INDEX = SMALL.replace(rule="index", branches=("selected",))
 CASE = Case(lengths=(100, 0, 3, 57), D=8, Dv=6, dtype=torch.float64, config=SMALL, index_loss=False)
-
-
 EXACT = dict(rtol=1e-12, atol=1e-12)
 
 
@@ -49,18 +47,18 @@ class Caches:
     compressed: bool = True
     seed: int = 0
     page: int = 16
-    room: int = 112
+    capacity: int = 112
     unread: bool = False
     given: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         case, device = self.inputs.case, self.inputs.q.device
         B, compressed = len(case.lengths), self.compressed and case.config.computes("compressed")
-        pages, generator = self.room // self.page, torch.Generator().manual_seed(self.seed)
+        pages, generator = self.capacity // self.page, torch.Generator().manual_seed(self.seed)
         for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
             if (x := getattr(self.inputs, name)) is not None or ("cmp" in name and compressed):
                 step, x = case.config.stride if "cmp" in name else 1, getattr(self.inputs, name[0]) if x is None else x
-                slots = (B * pages + 3, self.page // step) if self.paged else (B + 1, self.room // step)
+                slots = (B * pages + 3, self.page // step) if self.paged else (B + 1, self.capacity // step)
                 cache = torch.full((*slots, *x.shape[1:]), torch.nan, dtype=case.dtype)
                 cache = cache.transpose(1, 2).contiguous().transpose(1, 2) if name == "k" else cache
                 self.given[f"{name}_cache"] = cache
@@ -100,13 +98,8 @@ class Caches:
     def finish(self, cuts: Sequence[Sequence[int]], backend: str = "eager", **close: float) -> None:
         """Cut each sequence at ``cuts``, a call for the next part of each, and compare with the whole."""
         bounds = [sorted({0, *(c for c in own if c < n), n}) for own, n in zip(cuts, self.inputs.case.lengths)]
-        counts = [[j - i for i, j in zip(at, at[1:])] for at in bounds]
-        steps = range(max(map(len, counts)))
-        assert_whole(
-            self.inputs,
-            [self.step([own[i] if i < len(own) else 0 for own in counts], backend) for i in steps],
-            **close,
-        )
+        calls = zip_longest(*([j - i for i, j in pairwise(at)] for at in bounds), fillvalue=0)
+        assert_whole(self.inputs, [self.step(counts, backend) for counts in calls], **close)
 
 
 def assert_whole(inputs: Inputs, steps: Sequence[Sequence[tuple]], **close: float) -> None:
@@ -161,13 +154,8 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_any_cut_gives_the_whole(backend: str, paged: bool, name: str) -> None:
-    Caches(make_inputs(CASE), paged).finish(CUTS[name], backend)
-
-
 VARIANTS = {
+    "plain": CASE,
     "overlapping, weights": replace(CASE, config=OVERLAPPING, compress_weights=True),
     "gates given": replace(CASE, gate="given"),
     "own keys": replace(CASE, own_keys=OWN_KEYS),
@@ -181,13 +169,12 @@ VARIANTS = {
     "compressed and window": replace(CASE, config=SMALL.replace(branches=BRANCHES[::2])),
 }
 KEPT = {"contiguous": (False, True), "paged": (True, True), "made anew": (True, False)}  # paged, with compressed caches
+RUNS = [*product(["plain"], ("contiguous", "paged"), CUTS), *product([*VARIANTS][1:], KEPT, ["ragged"])]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("kept", KEPT)
-def test_variants(backend: str, kept: str, name: str) -> None:
-    if kept != "made anew" or "own" not in name:
-        Caches(make_inputs(VARIANTS[name]), *KEPT[kept]).finish(CUTS["ragged"], backend)
+@pytest.mark.parametrize("name, kept, cut", [run for run in RUNS if "own" not in run[0] or run[1] != "made anew"])
+def test_any_cut_gives_the_whole(backend: str, name: str, kept: str, cut: str) -> None:
+    Caches(make_inputs(VARIANTS[name]), *KEPT[kept]).finish(CUTS[cut], backend)
 
 
 @pytest.mark.parametrize("name", ["overlapping, weights", "own keys", "no window", "index, one key"])
@@ -462,22 +449,22 @@ ROUNDING = dict(rtol=0.02, atol=0.01)
 def test_any_cut_gives_the_whole_on_the_kernels(paged: bool, name: str, cut: str) -> None:
     cuts = [(90, 91, 410), (), (1,), (64, 128)] if cut == "ragged" else every(int(cut) if cut.isdigit() else 500, 500)
     inputs = make_inputs(ON_GPU[name], "cuda")
-    Caches(inputs, paged, name != "paper, weights", page=64, room=576).finish(cuts, "cute", **ROUNDING)
+    Caches(inputs, paged, name != "paper, weights", page=64, capacity=576).finish(cuts, "cute", **ROUNDING)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kept", ["pages", "rows", "pages of much room"])
+@pytest.mark.parametrize("kept", ["pages", "rows", "pages of much capacity"])
 @pytest.mark.parametrize("name", ON_GPU)
 def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(
     monkeypatch: pytest.MonkeyPatch, name: str, kept: str
 ) -> None:
-    """They stay there too where a copy of all the caches that there is room for would take 4 GiB or more."""
+    """They stay there too where a copy of all the caches' capacity would take 4 GiB or more."""
 
     def unread(*_: object, read: bool) -> None:
         assert not read
 
     monkeypatch.setattr(checks, "check_lengths", unread)
-    caches = Caches(make_inputs(ON_GPU[name], "cuda"), kept != "rows", page=64, room=576, unread=True)
+    caches = Caches(make_inputs(ON_GPU[name], "cuda"), kept != "rows", page=64, capacity=576, unread=True)
     if kept == "rows":
         caches = in_rows(caches)
     if "much" in kept:
