@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nsa_layer.block_mlp import BlockMLP, Compressors, compressed
+from nsa_layer.checks import DTYPES
 from nsa_layer.config import NSAConfig, require_one_of, require_sizes
 
 COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input", "linear")
@@ -85,6 +86,28 @@ class Branches(nn.Module):
                 if weight is not self.gate_weight:
                     weight.diagonal(dim1=-2, dim2=-1).fill_(1)
 
+    @torch.no_grad()
+    def start_index(self, layer: nn.Module) -> None:
+        """Start the index as a layer's keys and the mean of each group's queries, but for what transformers loaded.
+
+        Args:
+            layer: with ``q_proj`` and ``k_proj``, such as this `NSAttention`, once it has a dense one's weights.
+
+        Raises:
+            NotImplementedError: the projections have no weights of floating point.
+        """
+        for name, parameter in self.named_parameters():
+            part, _, key = name.replace("_index_norm.", "_norm.").replace("_index.", "_proj.").partition(".")
+            if "_index" not in name or getattr(parameter, "_is_hf_initialized", False):
+                continue
+            start = getattr(getattr(layer, part), key, None)
+            if start is None or start.dtype not in DTYPES:
+                raise NotImplementedError(f"an index starts from {part}, which has no {key} of floating point")
+            is_projection = part.endswith("_proj")
+            if is_projection:
+                start = start.unflatten(0, (self.num_kv_heads, -1, layer.head_dim)).mean(1)
+            parameter.copy_(slowest_pairs(start, self.index_dim, int(is_projection)).reshape(parameter.shape))
+
     def gates_of(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """Gates of x [.., dim], or the weight that makes them of q, as arguments of `nsa`."""
         gates = None if self.gate_mlp is None else self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, -1))
@@ -130,6 +153,11 @@ class Branches(nn.Module):
             name: partial(compressed, network=networks.get(name), weight=weight, config=self.config)
             for name, weight in zip(("k_cmp", "v_cmp"), weights)
         }
+
+
+def slowest_pairs(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
+    """Of D dimensions, the pairs (i, i + D / 2) of which a rotary embedding turns the last slowest, the last ones."""
+    return torch.cat([half.narrow(dim, half.shape[dim] - size // 2, size // 2) for half in x.chunk(2, dim)], dim)
 
 
 def check_branches(config: NSAConfig, *, gate: str | None, compression: str, index_dim: int | None) -> None:

@@ -16,17 +16,17 @@ DTYPES = ("float32", "bfloat16")
 CPU = dict(
     dtype="float32", seqlen=4096, batch=1, steps=300, minutes=2.5, dim=128, layers=2, heads=4, kv_heads=2,
     block_size=32, block_counts=8, q_tile=1, window_size=128, eval_every=25, eval_windows=4, sample_bytes=160,
-    lr=3e-3,
+    lr=3e-3, index_steps=100,
 )  # fmt: skip
 # The kernels take bf16 and a head dimension of 64; 32,768 tokens is where dense attention costs several times more.
 GPU = dict(
     dtype="bfloat16", seqlen=32768, batch=1, steps=600, minutes=10.0, dim=512, layers=6, heads=8, kv_heads=2,
     block_size=64, block_counts=16, q_tile=1, window_size=512, eval_every=50, eval_windows=4, sample_bytes=400,
-    lr=1e-3,
+    lr=1e-3, index_steps=0,
 )  # fmt: skip
 EVERYWHERE = dict(warmup=60, threads=1, seed=0)
 # What may differ between a run and its continuation: how long, not what.
-MAY_CHANGE = ("steps", "minutes", "sample_bytes")
+MAY_CHANGE = ("steps", "minutes", "sample_bytes", "index_steps")
 
 
 class DemoError(ValueError):
@@ -64,6 +64,7 @@ class DemoConfig:
     eval_every: int = _option("steps between two evaluations on held-out text; each also writes the checkpoint")
     eval_windows: int = _option("held-out sequences in an evaluation")
     sample_bytes: int = _option("bytes of text that each model writes at the end; 0: none")
+    index_steps: int = _option("steps that train an index of tokens for the dense model at the end; 0: none")
     lr: float = _option("largest learning rate of AdamW")
     warmup: int = _option("steps over which the learning rate rises; it falls as 1 / sqrt(step) afterwards")
     threads: int = _option("threads of each model on a CPU, where both train at the same time")
@@ -72,7 +73,7 @@ class DemoConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", tuple(str(path) for path in self.text))
         names = ("batch", "steps", "dim", "layers", "heads", "kv_heads", "warmup", "threads", "eval_every")
-        least = dict.fromkeys((*names, "eval_windows"), 1) | dict(seqlen=2, sample_bytes=0, seed=0)
+        least = dict.fromkeys((*names, "eval_windows"), 1) | dict(seqlen=2, sample_bytes=0, index_steps=0, seed=0)
         for name, smallest in least.items():
             require_int(name, getattr(self, name), least=smallest)
         for name in ("minutes", "lr"):
@@ -105,6 +106,10 @@ class DemoConfig:
         return NSAConfig(
             block_size=self.block_size, block_counts=self.block_counts, q_tile=self.q_tile, window_size=self.window_size
         )
+
+    def chosen(self, rule: str) -> NSAConfig:
+        """Options of attention to the blocks alone that a rule chooses."""
+        return self.nsa() if rule == "nsa" else self.nsa().replace(rule="index", q_tile=1, branches=("selected",))
 
     def differences(self, saved: dict[str, object]) -> list[str]:
         """The options in which this differs from a saved one, those aside that a continuation may change."""

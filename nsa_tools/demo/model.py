@@ -15,6 +15,7 @@ from nsa_tools.demo.demo_config import DemoConfig
 
 VOCABULARY = 256
 KINDS = ("nsa", "dense")
+CHOSEN = ("by nsa", "by index")  # the dense model's weights, with attention to chosen blocks
 
 
 class DenseAttention(nn.Module):
@@ -39,7 +40,11 @@ class DenseAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each after a normalisation and beside a residual path."""
+    """Attention and a two-layer perceptron, each after a normalisation and beside a residual path.
+
+    Args:
+        kind: "nsa" or "dense"; or "by nsa", "by index": attention to the blocks alone that this rule chooses.
+    """
 
     def __init__(self, config: DemoConfig, kind: str) -> None:
         super().__init__()
@@ -48,8 +53,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim)
         if kind == "nsa":
             self.attention = NSAttention(config.dim, **heads, config=config.nsa(), compression="linear", rope=rope)
-        else:
+        elif kind == "dense":
             self.attention = DenseAttention(config.dim, **heads, rope=rope)
+        else:
+            options = dict(config=config.chosen(kind.removeprefix("by ")), rope=rope)
+            self.attention = NSAttention(config.dim, **heads, **options, gate="linear" if kind == "by nsa" else None)
         self.mlp_norm = nn.RMSNorm(config.dim)
         self.up = nn.Linear(config.dim, 4 * config.dim, bias=False)
         self.down = nn.Linear(4 * config.dim, config.dim, bias=False)
@@ -65,11 +73,11 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Bytes to logits of the next byte; ``kind`` is "nsa" or "dense"."""
+    """Bytes to logits of the next byte; ``kind`` as in `Block`."""
 
     def __init__(self, config: DemoConfig, kind: str) -> None:
         super().__init__()
-        require_one_of("kind", kind, KINDS)
+        require_one_of("kind", kind, (*KINDS, *CHOSEN))
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.blocks = nn.ModuleList(Block(config, kind) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
@@ -115,6 +123,20 @@ def build_models(config: DemoConfig) -> dict[str, ByteModel]:
     shared = models["dense"].state_dict().keys()
     models["dense"].load_state_dict({name: models["nsa"].state_dict()[name] for name in shared})
     return {kind: model.to(config.device) for kind, model in models.items()}
+
+
+@torch.no_grad()
+def with_blocks_chosen(dense: ByteModel, config: DemoConfig, kind: str) -> ByteModel:
+    """The dense model's weights, frozen, with attention to the blocks of `CHOSEN`; an index starts from them."""
+    model = ByteModel(config, kind).to(dense.head.weight.device).requires_grad_(False)
+    model.load_state_dict(dense.state_dict(), strict=False)
+    for attention in (block.attention for block in model.blocks):
+        if kind == "by nsa":  # 1 for the selected branch, 0 for the others
+            attention.gate_mlp.bias.copy_(attention.gate_mlp.bias.new_tensor([-99.0, 99.0, -99.0]).repeat(config.heads))
+        else:
+            attention.start_index(attention)
+            attention.q_index.requires_grad_(), attention.k_index.requires_grad_()
+    return model
 
 
 @torch.no_grad()

@@ -21,6 +21,12 @@ from nsa_tools.report.tables import markdown
 
 COLOURS = {"nsa": NSA_COLOUR, "dense": "#eb6834"}
 NAMES = {"nsa": "sparse (NSA)", "dense": "dense"}
+# Of the dense model's weights with attention to chosen blocks alone, by model and if the index has been trained.
+CHOSEN = {
+    ("by nsa", False): ("dense, blocks by the published rule", "#7a7a7a", ":"),
+    ("by index", False): ("dense, blocks by an index", "#2a9d5c", ":"),
+    ("by index", True): ("dense, blocks by a trained index", "#2a9d5c", "--"),
+}
 # A training step sees one sequence, and sequences differ more than steps do.
 SMOOTHED = 10
 # The first steps compile kernels and fill caches.
@@ -39,12 +45,21 @@ def write_loss(out: Path, log: MetricsLog, config: DemoConfig) -> None:
         steps, losses = _curve(log, "held_out", model)
         label = f"{NAMES[model]}: {losses[-1]:.3f}" if losses else NAMES[model]
         axes.plot(steps, losses, color=colour, linewidth=2, marker="o", markersize=4, label=label)
+    for record, (name, colour, style) in _chosen(log):
+        label = f"{name}: {record['loss']:.3f}"
+        axes.axhline(record["loss"], color=colour, linestyle=style, linewidth=1, label=label)
     axes.set_xlabel("optimizer steps", color=MUTED)
     axes.set_ylabel("loss, nats per byte", color=MUTED)
     title = f"{config.layers} layers of width {config.dim}, {config.seqlen:,} tokens, {config.device}"
     axes.set_title(title, color=INK, fontsize=11, loc="left")
     axes.legend(title=f"held-out text (thin: training, mean of {SMOOTHED} steps)", frameon=False, labelcolor=INK)
     write_atomic(out / "loss.png", to_png(figure))
+
+
+def _chosen(log: MetricsLog) -> list[tuple[dict, tuple[str, str, str]]]:
+    """Records of attention to chosen blocks, of the last time that there were some, with name, colour and style."""
+    records = log.select("chosen")[-len(CHOSEN) :]
+    return [(record, CHOSEN[record["model"], record["index_steps"] > 0]) for record in records]
 
 
 def _curve(log: MetricsLog, kind: str, model: str) -> tuple[list[int], list[float]]:
@@ -81,6 +96,9 @@ def summary_table(models: dict[str, ByteModel], text: Text, log: MetricsLog, con
         peak = _peak_of_step(model, text, config) / 2**20
         cells = [f"{parameters:,}", len(train), f"{loss:.3f}", f"{loss / math.log(2):.3f}"]
         rows.append([NAMES[name], *cells, f"{step * 1e3:.1f}", f"{rate:,.0f}", f"{peak:,.1f}"])
+    for record, (name, *_) in _chosen(log):
+        loss, steps = record["loss"], record["index_steps"]
+        rows.append([name, "", steps, f"{loss:.3f}", f"{loss / math.log(2):.3f}", "", "", ""])
     return f"{markdown(header, rows)}\n\n{_what_was_run(config)}"
 
 

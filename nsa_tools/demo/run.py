@@ -17,7 +17,7 @@ from nsa_tools.demo.data import Text, load_text
 from nsa_tools.demo.demo_config import DemoConfig, DemoError
 from nsa_tools.demo.model import ByteModel, build_models
 from nsa_tools.demo.report import write_loss, write_report
-from nsa_tools.demo.train import StopRequest, Training, build_optimizers, side_by_side
+from nsa_tools.demo.train import StopRequest, Training, build_optimizers, side_by_side, train_index
 from nsa_tools.report.files import MetricsLog, write_json
 
 
@@ -62,6 +62,9 @@ def run_demo(config: DemoConfig, out: Path, *, resume: bool = False, started: fl
             return 128 + stop.signal
         if reached < config.steps:
             print(f"the time budget of {config.minutes:g} minutes ended training at {how}", file=sys.stderr)
+        if config.index_steps:
+            with StopRequest() as stop:
+                train_index(models["dense"], reached, text, config, each, log, stop)
         print("writing the report", file=sys.stderr)
         print(write_report(out, models, each, text, log, config))
     return 0

@@ -17,13 +17,15 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from nsa_layer.branches import index_loss
 from nsa_tools.demo.checkpoint import save_checkpoint
 from nsa_tools.demo.data import Text, held_out_windows, training_batch
 from nsa_tools.demo.demo_config import DemoConfig
-from nsa_tools.demo.model import ByteModel
+from nsa_tools.demo.model import CHOSEN, ByteModel, with_blocks_chosen
 from nsa_tools.report.files import MetricsLog
 
 MAX_GRADIENT_NORM = 1.0
+INDEX_RATE, INDEX_SECONDS = 1e-3, 40.0
 Item, Result = TypeVar("Item"), TypeVar("Result")
 Map = Callable[[Callable[[Item], Result], Iterable[Item]], list[Result]]
 
@@ -161,13 +163,43 @@ class Training:
         """The mean loss of each model on the held-out sequences, once for each step."""
         done = {record["model"] for record in self.log.select("held_out") if record["step"] == step}
         missing = [name for name in self.models if name not in done]
-        for name, loss in zip(missing, self.each(self._held_out_loss, missing)):
+        losses = self.each(lambda name: held_out_loss(self.models[name], self.text, self.config), missing)
+        for name, loss in zip(missing, losses):
             self.log.write(kind="held_out", model=name, step=step, loss=loss)
 
-    @torch.no_grad()
-    def _held_out_loss(self, name: str) -> float:
-        config, model = self.config, self.models[name]
-        windows = held_out_windows(self.text, windows=config.eval_windows, seqlen=config.seqlen)
-        model.eval()
-        losses = [model.loss(window[None].to(config.device)).item() for window in windows]
-        return math.fsum(losses) / len(losses)
+
+@torch.no_grad()
+def held_out_loss(model: ByteModel, text: Text, config: DemoConfig) -> float:
+    """The mean loss on the held-out sequences."""
+    windows = held_out_windows(text, windows=config.eval_windows, seqlen=config.seqlen)
+    model.eval()
+    losses = [model.loss(window[None].to(config.device)).item() for window in windows]
+    return math.fsum(losses) / len(losses)
+
+
+def train_index(
+    dense: ByteModel, step: int, text: Text, config: DemoConfig, each: Map, log: MetricsLog, stop: StopRequest
+) -> None:
+    """Log held-out losses of the dense model with attention to blocks of `CHOSEN`: an index as it starts, and trained.
+
+    The index alone is trained, by its own loss, on the sequences of the steps that follow ``step``, which is what its
+    records are of: a run that goes on drops them.
+    """
+    begin, models = time.monotonic(), {kind: with_blocks_chosen(dense, config, kind) for kind in CHOSEN}
+    for kind, loss in zip(CHOSEN, each(lambda kind: held_out_loss(models[kind], text, config), CHOSEN)):
+        log.write(kind="chosen", model=kind, step=step + 1, index_steps=0, loss=loss)
+    model, order, done = models["by index"], dict(batch=config.batch, seqlen=config.seqlen, seed=config.seed), 0
+    optimizer = torch.optim.Adam([x for x in model.parameters() if x.requires_grad], lr=INDEX_RATE)
+    model.train()
+    with tqdm(total=config.index_steps, unit="step", desc="index", dynamic_ncols=True) as bar:
+        while done < config.index_steps and time.monotonic() < begin + INDEX_SECONDS and stop.signal is None:
+            model(training_batch(text, step=step + done, **order)[:, :-1].to(config.device))
+            loss = index_loss(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            done += 1
+            bar.update()
+            log.write(kind="index", model="by index", step=step + done, loss=loss.item())
+    loss = held_out_loss(model, text, config)
+    log.write(kind="chosen", model="by index", step=step + max(1, done), index_steps=done, loss=loss)

@@ -22,7 +22,7 @@ from nsa_tools.commands.demo import main
 from nsa_tools.demo import report, run, train, visibility
 from nsa_tools.demo.data import training_batch
 from nsa_tools.demo.demo_config import DemoConfig
-from nsa_tools.demo.model import build_models
+from nsa_tools.demo.model import CHOSEN, build_models, with_blocks_chosen
 from nsa_tools.demo.train import StopRequest
 from nsa_tools.report.files import read_metrics
 
@@ -33,7 +33,7 @@ FILES = {
 KINDS = ("train", "held_out")
 SIZES = dict(
     seqlen=48, batch=2, steps=6, minutes=0, dim=16, layers=2, heads=2, kv_heads=1, block_size=8, block_counts=3,
-    q_tile=16, window_size=8, eval_every=3, eval_windows=2, sample_bytes=5, warmup=2,
+    q_tile=16, window_size=8, eval_every=3, eval_windows=2, sample_bytes=5, warmup=2, index_steps=0,
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that went through."""
     out = tmp_path_factory.mktemp("demo") / "out"
-    assert main([*options(text), "--out", str(out)]) == 0
+    assert main([*options(text, index_steps=2), "--out", str(out)]) == 0
     return out
 
 
@@ -99,6 +99,7 @@ def test_every_file_is_there_and_readable(finished: Path, text: Path) -> None:
     assert NSAConfig.from_dict(saved["nsa"]) == config(text).nsa()
     table = (finished / "table.md").read_text()
     assert "sparse (NSA)" in table and "dense" in table and "nan" not in table
+    assert all(f"dense, blocks by {rule}" in table for rule in ("the published rule", "an index", "a trained index"))
     sample = (finished / "sample.txt").read_text()
     for title in ("prompt", "written by nsa", "written by dense", "the text itself"):
         assert f"=== {title}" in sample
@@ -106,6 +107,8 @@ def test_every_file_is_there_and_readable(finished: Path, text: Path) -> None:
     for model in ("nsa", "dense"):
         of_model = {kind: [r["step"] for r in records if r["model"] == model and r["kind"] == kind] for kind in KINDS}
         assert of_model == dict(train=[1, 2, 3, 4, 5, 6], held_out=[0, 3, 6])
+    chosen = [(r["model"], r["step"], r["index_steps"]) for r in records if r["kind"] == "chosen"]
+    assert chosen == [("by nsa", 7, 0), ("by index", 7, 0), ("by index", 8, 2)]
     assert all(r["tokens_per_second"] > 0 and r["seconds"] > 0 for r in records if r["kind"] == "train")
 
 
@@ -137,6 +140,21 @@ def test_both_models_start_from_the_same_parameters(text: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_attention_to_all_blocks_is_that_of_the_dense_model(kind: str, text: Path) -> None:
+    """And where the blocks are few, an index alone is trained, which starts as the model's keys."""
+    for blocks in (6, 3):
+        sizes = config(text, block_counts=blocks, q_tile=8)
+        dense, tokens = build_models(sizes)["dense"], torch.randint(256, (2, 48))
+        model = with_blocks_chosen(dense, sizes, kind)
+        assert torch.allclose(model(tokens), dense(tokens), atol=1e-5) == (blocks == 6)
+        trained = {name.split(".")[-2] for name, x in model.named_parameters() if x.requires_grad}
+        assert trained == ({"q_index", "k_index"} if kind == "by index" else set())
+    if trained:
+        attention = model.blocks[1].attention
+        assert torch.equal(attention.k_index.weight, attention.k_proj.weight)
+
+
 def test_dense_model_is_the_sparse_one_where_only_a_wide_window_counts(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,10 +173,10 @@ def test_a_continued_run_gives_the_losses_of_an_uninterrupted_one(finished: Path
     """Metrics that were written after the checkpoint are dropped."""
     out = tmp_path / "out"
     # Two steps: a checkpoint between two evaluations, and Adam's state is not trivial any more.
-    assert main([*options(text, steps=2), "--out", str(out)]) == 0
+    assert main([*options(text, steps=2, index_steps=2), "--out", str(out)]) == 0
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "model": "nsa", "step": 3, "loss": 99.0, "seconds": 1}\n{"kind": "tra')
-    assert main([*options(text), "--out", str(out), "--resume"]) == 0
+    assert main([*options(text, index_steps=2), "--out", str(out), "--resume"]) == 0
     expected = losses(finished)
     # The first run ends with an evaluation of its own.
     assert [entry for entry in losses(out) if entry[:2] != (2, "held_out")] == expected

@@ -16,8 +16,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from nsa_layer.block_mlp import BlockMLP
-from nsa_layer.branches import COMPRESSIONS, GATES, Branches, EqualGates, check_branches
-from nsa_layer.checks import DTYPES
+from nsa_layer.branches import COMPRESSIONS, GATES, Branches, EqualGates, check_branches, slowest_pairs
 from nsa_layer.config import require_one_of, require_sizes
 from nsa_layer.integrations.hf.attention import nsa_attention_forward, nsa_config
 from nsa_layer.integrations.hf.cache import NSAModelCache
@@ -57,25 +56,6 @@ class NSABranches(Branches):
             norms = [nn.Identity() if norm is None else type(norm)(Di, eps=norm.variance_epsilon) for norm in norms]
             self.q_index_norm, self.k_index_norm = norms
 
-    @torch.no_grad()
-    def start_index(self, layer: nn.Module) -> None:
-        """Start the index as the layer's keys and the mean of each group's queries, but for what transformers loaded.
-
-        Raises:
-            NotImplementedError: the projections have no weights of floating point.
-        """
-        for name, parameter in self.named_parameters():
-            part, _, key = name.replace("_index_norm.", "_norm.").replace("_index.", "_proj.").partition(".")
-            if "_index" not in name or getattr(parameter, "_is_hf_initialized", False):
-                continue
-            start = getattr(getattr(layer, part), key, None)
-            if start is None or start.dtype not in DTYPES:
-                raise NotImplementedError(f"an index starts from {part}, which has no {key} of floating point")
-            is_projection = part.endswith("_proj")
-            if is_projection:
-                start = start.unflatten(0, (self.num_kv_heads, -1, layer.head_dim)).mean(1)
-            parameter.copy_(slowest_pairs(start, self.index_dim, int(is_projection)).reshape(parameter.shape))
-
     def forward(
         self,
         layer: nn.Module,
@@ -108,11 +88,6 @@ class NSABranches(Branches):
         o, loss = nsa_attention_forward(layer, q, k, v, mask, nsa_options=arguments, **options)
         self._keep_loss(loss)
         return o
-
-
-def slowest_pairs(x: Tensor, size: int, dim: int = -1) -> Tensor:
-    """Of D dimensions, the pairs (i, i + D / 2) of which a rotary embedding turns the last slowest, the last ones."""
-    return torch.cat([half.narrow(dim, half.shape[dim] - size // 2, size // 2) for half in x.chunk(2, dim)], dim)
 
 
 class _Attention:
