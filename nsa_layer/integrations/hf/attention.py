@@ -64,7 +64,7 @@ def nsa_attention_forward(
         ValueError: rows with cached tokens hold several sequences, or others than the cache.
     """
     causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
-    _check_options(options | {"dropout": dropout or None, "is_causal=False": not causal})
+    check_options(options | {"dropout": dropout or None, "is_causal=False": not causal})
     if not isinstance(attention_mask, (BatchPacking, type(None))):
         raise NotImplementedError(f'attention "nsa" with a mask of shape {tuple(attention_mask.shape)}, not [B, T]')
     q, k, v = autocast.cast(*(x.transpose(1, 2) for x in (query, key, value)))
@@ -114,7 +114,7 @@ def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSACo
     return NSAConfig.from_dict({"compress_size": None, **(base or {}), **(value or {})})
 
 
-def _check_options(options: Mapping[str, object]) -> None:
+def check_options(options: Mapping[str, object]) -> None:
     """Raise NotImplementedError for options that change the result, and warn of unknown ones."""
     is_set = [name for name, value in options.items() if value is not None and value is not False]
     if changed := [name for name in is_set if name in CHANGES_RESULT]:

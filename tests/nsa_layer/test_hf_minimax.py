@@ -1,0 +1,118 @@
+"""MiniMax-M3 with its sparse layers by `nsa`: what transformers' own layers give, from logits to generated text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hf_cases import CLOSE, MARKS, VOCABULARY, padded, plain, tokens
+from transformers import DynamicCache, PreTrainedModel
+
+from nsa_layer.integrations.hf import minimax, use_nsa_kernels
+from nsa_layer.integrations.hf.minimax import NSAMiniMaxM3Attention
+from nsa_layer.integrations.hf.models import CACHE
+from nsa_tools.index_training import _Calls
+
+if minimax.modeling is None:
+    pytest.skip("transformers without minimax_m3_vl", allow_module_level=True)
+pytestmark = MARKS
+
+
+def dense_model(**options: object) -> PreTrainedModel:
+    """A dense layer and two that choose blocks of 16 keys, with lists of each key/value head."""
+    from transformers.models import minimax_m3_vl
+
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8)
+    sizes |= dict(num_key_value_heads=2, intermediate_size=16, dense_intermediate_size=48, shared_intermediate_size=16)
+    sizes |= dict(mlp_layer_types=["dense"] * 3, rotary_dim=4, index_n_heads=2, index_head_dim=8, index_topk_blocks=3)
+    sizes |= dict(index_block_size=16, layer_types=["full_attention", *["minimax_m3_sparse"] * 2])
+    sizes |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.2)
+    config = minimax_m3_vl.MiniMaxM3VLTextConfig(**sizes | options, attn_implementation="sdpa")
+    torch.manual_seed(1)
+    return minimax.modeling.MiniMaxM3VLForCausalLM(config).double().eval()
+
+
+@pytest.fixture
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """transformers' model, and a copy on `nsa`."""
+    dense = dense_model()
+    return dense, use_nsa_kernels(deepcopy(dense))
+
+
+def listed(model: PreTrainedModel, run: Callable[[], object]) -> list[torch.Tensor]:
+    """Lists of the sparse layers of transformers: ascending, -1 behind them; [B, T, Hkv, n]."""
+    seen, hooks = [], []
+    for layer in model.model.layers[1:]:
+        hooks.append(layer.self_attn.indexer.register_forward_hook(lambda *call: seen.append(call[-1])))
+    run()
+    for hook in hooks:
+        hook.remove()
+    last = torch.iinfo(torch.int64).max
+    ascending = [lists.masked_fill(lists < 0, last).sort().values.transpose(1, 2) for lists in seen]
+    return [lists.masked_fill(lists == last, -1) for lists in ascending]
+
+
+def test_logits_lists_and_gradients(models: tuple[PreTrainedModel, PreTrainedModel], monkeypatch) -> None:
+    own, model = models
+    assert [type(layer.self_attn) is NSAMiniMaxM3Attention for layer in model.model.layers] == [False, True, True]
+    ids, chosen = tokens(2, 90), []
+    expected = listed(own, lambda: own(ids))
+    monkeypatch.setattr("nsa_tools.index_training._coverage", lambda call, lists: chosen.append(lists))
+    with _Calls():
+        model(ids)
+    assert len(chosen) == 2 and all(torch.equal(x.long(), y) for x, y in zip(chosen, expected, strict=True))
+    logits = [each(ids).logits for each in models]
+    torch.testing.assert_close(*logits, **CLOSE)
+    for x in logits:
+        x.square().sum().backward()
+    for (name, x), y in zip(model.named_parameters(), own.parameters(), strict=True):
+        assert "indexer" in name or y.grad is not None
+        if y.grad is None:  # the choice carries none
+            assert x.grad is None or not x.grad.any()
+        else:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [None, "static"])
+def test_greedy_tokens(models: tuple[PreTrainedModel, PreTrainedModel], kind: str | None) -> None:
+    ids, options = (
+        tokens(2, 40),
+        dict(max_new_tokens=64, do_sample=False, cache_implementation=kind, disable_compile=True),
+    )
+    text = [each.generate(ids, **options) for each in models]
+    assert torch.equal(*text) and text[0].shape == (2, 104)
+
+
+def test_chunks_beams_and_padding(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    own, model = models
+    ids = tokens(2, 90)
+    expected, cache, ends = own(ids).logits, DynamicCache(config=model.config), (0, 50, 51, 90)
+    steps = [model(ids[:, a:b], **{CACHE: cache}).logits for a, b in zip(ends, ends[1:])]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, **CLOSE)
+    beams = [each.generate(ids[:, :40], max_new_tokens=12, num_beams=3) for each in models]
+    assert torch.equal(*beams)
+    batch = padded(ids, (0, 0), (0, 30))
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(model(**batch).logits[real], own(**batch).logits[real], **CLOSE)
+    with pytest.raises(NotImplementedError, match="padding in front of tokens"):
+        model(**padded(ids, (0, 30)))
+
+
+def test_models_that_have_no_such_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match="LlamaForCausalLM has none"):
+        use_nsa_kernels(plain())
+    with pytest.raises(ValueError, match="backend must be"):
+        use_nsa_kernels(dense_model(), backend="sdpa")
+    wide = dense_model(index_n_heads=4)
+    with pytest.raises(NotImplementedError, match="4 index heads and 2 key/value heads"):
+        use_nsa_kernels(wide)
+    assert not any(type(layer.self_attn) is NSAMiniMaxM3Attention for layer in wide.model.layers)
+    dropping = use_nsa_kernels(dense_model(attention_dropout=0.1)).train()
+    with pytest.raises(NotImplementedError, match="dropout"):
+        dropping(tokens(1, 20))
+    monkeypatch.setattr(minimax, "modeling", None)
+    with pytest.raises(NotImplementedError, match="a release of transformers with minimax_m3_vl"):
+        use_nsa_kernels(SimpleNamespace())
