@@ -20,7 +20,7 @@ def compressed_options(call: Call, varlen: Varlen) -> dict:
     options = token_options(varlen, varlen.cu_compressed, varlen.longest_compressed)
     if call.spec.causal:
         options |= dict(causal=True, compress_factor=call.config.stride, compress_offset=call.config.offset)
-        options |= position_options(call.q_offset)
+        options["q_offset"] = call.q_offset
     return options
 
 
@@ -29,14 +29,9 @@ def window_options(call: Call, varlen: Varlen) -> dict:
     reach = call.config.window_reach
     window = dict(window_size_left=reach, window_size_right=0 if call.spec.causal else reach)
     if call.win_offset is None:
-        return window | token_options(varlen) | position_options(call.q_offset)
+        return window | token_options(varlen) | dict(q_offset=call.q_offset)
     tokens = token_options(varlen, call.cu_seqlens_win, call.spec.longest_win)
-    return window | tokens | position_options(call.win_offset)
-
-
-def position_options(q_offset: torch.Tensor | None) -> dict:
-    """Options of a call whose queries have an offset among more keys; none without q_offset."""
-    return {} if q_offset is None else dict(q_offset=q_offset)
+    return window | tokens | dict(q_offset=call.win_offset)
 
 
 def token_options(varlen: Varlen, cu_seqlens_k: torch.Tensor | None = None, longest_k: int | None = None) -> dict:

@@ -13,7 +13,7 @@ from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from flash_attn.cute.bwd_sm90 import two_pass
 from nsa_layer.call import Call, CallSpec
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.branch_options import position_options, token_options
+from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.block_lists import make as list_kernels
 from nsa_layer.kernels.launch import rows_aligned
@@ -64,7 +64,7 @@ def selected_options(
     if reads_unions(config, listed=spec.listed):
         lists = query_lists(call, varlen, block_indices)
         options |= dict(block_sparse_tensors=lists, pack_gqa=block_indices.shape[-2] == heads[1])
-        return options | position_options(call.q_offset if spec.causal else None)
+        return options | dict(q_offset=call.q_offset if spec.causal else None)
     if call.q_offset is not None:
         raise NotImplementedError(f"q_offset with q_tile={config.q_tile} on the kernels: tiles below 128 queries alone")
     size = config.block_size

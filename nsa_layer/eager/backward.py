@@ -9,6 +9,7 @@ import torch
 
 from nsa_layer.call import (
     DIFFERENTIABLE,
+    LSES,
     Call,
     Saved,
     accumulation_dtype,
@@ -48,48 +49,40 @@ def backward(
     sums = call.map(partial(torch.zeros_like, dtype=acc, memory_format=torch.contiguous_format), DIFFERENTIABLE)
     if window is not None:
         sums = sums._replace(k_win=sums.k[..., window, :, :], v_win=sums.v[..., window, :, :])
-    lses = (x if x is None else x.mT for x in (saved.lse_cmp, saved.lse_slc, saved.lse_swa))
-    packed, rows, begin = spec.lengths is not None, (do, saved.g, *lses, saved.index_mass, saved.index_tokens), 0
+    of_rows = {name: getattr(saved, name) for name in ("g", "index_mass", "index_tokens")}
+    of_rows |= {name: x if (x := getattr(saved, name)) is None else x.mT for name in LSES.values()}
+    packed, begin = spec.lengths is not None, 0
     for (batch, *offsets), (sums_i, *_) in zip(batches(call), batches(sums), strict=True):
         end = begin + batch.q.shape[packed]
-        rows_i = (x if x is None else x[None, begin:end] if packed else x[begin:end] for x in rows)
-        do_i, g, lse_cmp, lse_slc, lse_swa, mass, tokens = rows_i
-        _backward_batch(batch, do_i, g, lse_cmp, lse_slc, lse_swa, sums_i, *offsets)
+        rows = (None, slice(begin, end)) if packed else slice(begin, end)
+        saved_i = Saved(**{name: x[rows] for name, x in of_rows.items() if x is not None})
+        _backward_batch(batch, saved_i, do[rows], sums_i, *offsets)
         if d_sums is not None:
-            _backward_index(batch, d_sums[0], mass, tokens.long(), sums_i, offsets[0])
+            _backward_index(batch, saved_i, d_sums[0], sums_i, offsets[0])
         begin = end
     if window is not None:
         sums = sums._replace(k_win=None, v_win=None)
     return tuple(None if total is None else total.to(x.dtype) for total, x in zip(sums.differentiable, inputs))
 
 
-def _backward_index(batch: Call, d: Tensor, mass: Tensor, tokens: Tensor, sums: Call, q_offset: int) -> None:
+def _backward_index(batch: Call, saved: Saved, d: Tensor, sums: Call, q_offset: int) -> None:
     """Add the gradients of ``d`` times the numerator of the index' loss."""
     t = torch.arange(batch.q.shape[1], device=d.device)[:, None] + q_offset
     free = is_free(batch.block_indices, t, batch.config)
     with component("index"):
+        mass, tokens = saved.index_mass, saved.index_tokens.long()
         grads = loss_backward(d, *batch.index, mass, tokens, free, batch.spec.index_scale)
     _add((sums.q_index, sums.k_index), grads)
 
 
-def _backward_batch(
-    batch: Call,
-    do: Tensor,
-    g: Tensor | None,
-    lse_cmp: Tensor | None,
-    lse_slc: Tensor | None,
-    lse_swa: Tensor | None,
-    sums: Call,
-    q_offset: int,
-    window_offset: int,
-) -> None:
+def _backward_batch(batch: Call, saved: Saved, do: Tensor, sums: Call, q_offset: int, window_offset: int) -> None:
     """Add the gradients of a batch of `batches` to ``sums``; g is [B, T, Hq, branches], the LSEs are [B, T, Hq]."""
-    (q, k, v, do), lists, spec = map(to_compute_dtype, (*batch[:3], do)), batch.block_indices, batch.spec
-    config = spec.config
-    where, scale = dict(spec=spec, q_offset=q_offset), dict(softmax_scale=spec.softmax_scale)
+    (q, k, v, do), spec, config, g = map(to_compute_dtype, (*batch[:3], do)), batch.spec, batch.config, saved.g
+    lists, where, scale = batch.block_indices, dict(spec=spec, q_offset=q_offset), spec.softmax_scale
     if batch.alone:
         with component("slc"):
-            *grads, _ = attend_lists_backward(do, q, k, v, lists, lse_slc, torch.ones_like(lse_slc), **where)
+            ones = torch.ones_like(saved.lse_slc)
+            *grads, _ = attend_lists_backward(do, q, k, v, lists, saved.lse_slc, ones, **where)
         _add(sums[:3], grads)
         return
     gates = dict(zip(config.branches, (equal_gates(q, len(config.branches)) if g is None else g).unbind(-1)))
@@ -98,18 +91,18 @@ def _backward_batch(
         with component("compress"):
             (k_mean, _, k_cmp), (v_mean, _, v_cmp) = (compressed(batch, name) for name in "kv")
         with component("cmp"):
-            visible, of = visible_compressed(spec, q_offset, k_cmp.shape[1]), (lse_cmp, gates["compressed"])
-            dq, dk_cmp, dv_cmp, dg["compressed"] = attend_chunks_backward(do, q, k_cmp, v_cmp, visible, *of, **scale)
+            of = visible_compressed(spec, q_offset, k_cmp.shape[1]), saved.lse_cmp, gates["compressed"], scale
+            dq, dk_cmp, dv_cmp, dg["compressed"] = attend_chunks_backward(do, q, k_cmp, v_cmp, *of)
         sums.q.add_(dq)
     if config.computes("selected"):
         with component("slc"):
-            of = lists, lse_slc, gates["selected"]
+            of = lists, saved.lse_slc, gates["selected"]
             *grads, dg["selected"] = attend_lists_backward(do, q, k, v, *of, **where)
         _add(sums[:3], grads)
     if config.computes("window"):
         with component("swa"):
-            keys, visible = map(to_compute_dtype, batch.of_window), visible_window(spec, window_offset)
-            *grads, dg["window"] = attend_chunks_backward(do, q, *keys, visible, lse_swa, gates["window"], **scale)
+            of = visible_window(spec, window_offset), saved.lse_swa, gates["window"], scale
+            *grads, dg["window"] = attend_chunks_backward(do, q, *map(to_compute_dtype, batch.of_window), *of)
         _add((sums.q, *sums.of_window), grads)
     with component("gate"):
         dg = torch.stack([*dg.values()], -1)

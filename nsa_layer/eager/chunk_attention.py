@@ -66,15 +66,7 @@ def attend_chunks(q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, softmax_
 
 
 def attend_chunks_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Visible,
-    lse: Tensor,
-    weight: Tensor,
-    *,
-    softmax_scale: float,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Visible, lse: Tensor, weight: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk and dv of ``weight * o``, shaped like q, k and v, and do . o [B, T, Hq]; sums in the accumulation dtype.
 
