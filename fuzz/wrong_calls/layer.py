@@ -24,6 +24,11 @@ def batch(device: str) -> dict[str, Any]:
     return {name: torch.randn(shape, device=device) for name, shape in shapes.items()} | dict(config=CONFIG)
 
 
+def indexed(device: str) -> dict[str, Any]:
+    of_index = {name: torch.randn(B, T, HKV, 4, device=device) for name in ("q_index", "k_index")}
+    return batch(device) | of_index | dict(config=CONFIG.replace(q_tile=1, rule="index", branches=("selected",)))
+
+
 def packed(device: str) -> dict[str, Any]:
     arguments = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in batch(device).items()}
     return arguments | dict(cu_seqlens=starts(0, 5, T))
@@ -152,6 +157,23 @@ PACKED = (
     ("k", ValueError, r"k must have shape \(20, Hkv, 8\), got", lambda x: x[:-1]),
     ("block_indices", ValueError, r"block_indices must have shape \(3, 2 or 4, n\)", torch.zeros(1, 3, 2, 2).int()),
 )  # fmt: skip
+NO_INDEX = dict(q_index=None, k_index=None)
+BY_INDEX = (
+    ("q_index k_index", ValueError, "needs q_index and k_index", None),
+    ("k_index", ValueError, "k_index must have 2 heads, as k has, or 1, got 3", torch.zeros(B, T, 3, 4)),
+    ("k_index", ValueError, r"k_index must have shape \(2, 20, Hi, 4\)", torch.zeros(B, T, HKV, 3)),
+    ("causal", ValueError, "needs causal=True", False),
+    ("block_indices", ValueError, "block_indices must be None", torch.zeros(B, T, HKV, 1).int()),
+    ("index_scale", ValueError, "index_scale must be positive", 0.0),
+    ("config", ValueError, "q_index is for rule='index'", CONFIG),
+    ("config", ValueError, "return_index_loss is for rule='index'",
+     Together(NO_INDEX, config=CONFIG, return_index_loss=True)),
+    ("config", ValueError, "chooses blocks by the compressed branch",
+     Together(NO_INDEX, config=CONFIG.replace(branches=("selected",)))),
+    ("k_win", ValueError, "k_win is of the window branch", torch.zeros(B, T, HKV, D)),
+    ("compress_k_weight", ValueError, "compress_k_weight is of the compressed branch", torch.zeros(HKV, D, D)),
+    ("gates", ValueError, r"gates must have shape \(2, 20, 4, 1\)", torch.zeros(B, T, HQ, 3)),
+)  # fmt: skip
 LISTED = (
     *of_tensors(selected_attention, keys="B S", S=30),
     ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, None),
@@ -174,7 +196,7 @@ LISTED_PACKED = (
     ("cu_seqlens_k", ValueError, r"k must have shape \(20, Hkv, 8\), got", None),
     ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", starts(0, 5, 19)),
 )
-TILED, BY_INDEX, INDEX_KEYS = CONFIG.replace(q_tile=8), CONFIG.replace(q_tile=1, rule="index"), torch.zeros(B, 32, 1, 4)
+TILED, OF_INDEX, INDEX_KEYS = CONFIG.replace(q_tile=8), CONFIG.replace(q_tile=1, rule="index"), torch.zeros(B, 32, 1, 4)
 CACHED = (
     *of_tensors(nsa_with_kvcache),
     ("config", TypeError, "config must be an NSAConfig, got", None, {"block_size": 4}),
@@ -188,13 +210,13 @@ CACHED = (
        Together({name: torch.zeros(B, 32, HKV, size), "config": CONFIG.replace(q_tile=1, window_size=0), "k": None,
                  "v": None, "cache_seqlens": starts(20, 20)}))
       for name, size in (("k_win_cache", D), ("v_win_cache", DV))),
-    ("config", ValueError, "rule='index' needs q_index and k_index_cache, got None for one of them", BY_INDEX),
-    ("config", ValueError, "k_cmp_cache is of the compressed branch", BY_INDEX.replace(branches=("selected",))),
+    ("config", ValueError, "rule='index' needs q_index and k_index_cache, got None for one of them", OF_INDEX),
+    ("config", ValueError, "k_cmp_cache is of the compressed branch", OF_INDEX.replace(branches=("selected",))),
     ("k_index_cache", ValueError, "k_index_cache is for rule='index', got it with rule='nsa'", INDEX_KEYS),
     ("k_index_cache", ValueError, "k_index must be given where k is and k_index_cache is",
-     Together(config=BY_INDEX, k_index_cache=INDEX_KEYS, q_index=torch.zeros(B, T, HKV, 4))),
+     Together(config=OF_INDEX, k_index_cache=INDEX_KEYS, q_index=torch.zeros(B, T, HKV, 4))),
     ("k_index_cache", ValueError, "k_index_cache must have 2 heads, as k has, or 1, got 3",
-     Together(config=BY_INDEX, k_index_cache=torch.zeros(B, 32, 3, 4), q_index=torch.zeros(B, T, HKV, 4),
+     Together(config=OF_INDEX, k_index_cache=torch.zeros(B, 32, 3, 4), q_index=torch.zeros(B, T, HKV, 4),
               k_index=torch.zeros(B, T, 3, 4))),
     ("k_cmp_cache", ValueError, "k_cmp needs k_cmp_cache", Together(k_cmp=torch.zeros(B, 5, HKV, D), k_cmp_cache=None)),
     ("k_cmp_cache v_cmp_cache", ValueError, "{} must have slots for the 8 keys of 32 tokens, got", lambda x: x[:, 1:]),
@@ -316,6 +338,12 @@ OF_CONFIG = (
     ("init_blocks", ValueError, r"init_blocks \+ local_blocks must be at most 2147483647, got", 2**31 - 1),
     ("rule", ValueError, "rule must be one of 'nsa', 'index', 'seed', got", "logit", None, 1, NAN),
     ("rule", ValueError, "rule='seed' needs .* local_blocks, got 8, 15, 1 and 2", "seed"),
+    ("rule", ValueError, "rule='index' needs q_tile=1, got 32", "index"),
+    ("rule", ValueError, "rule='index' chooses blocks of the selected branch",
+     Together(rule="index", q_tile=1, branches=("window",))),
+    ("branches", ValueError, "branches must be some of", (), ("selected", "selected"), ("dense",)),
+    ("branches", ValueError, "needs a window, got window_size=0", Together(branches=("window",), window_size=0)),
+    ("branches", TypeError, "branches must be a tuple of str", "selected"),
     ("block_sizes", TypeError, "unexpected keyword argument 'block_sizes'", 64),
     ("force_blocks", TypeError, "unexpected keyword argument 'force_blocks'", True),
 )  # fmt: skip
@@ -336,6 +364,7 @@ SEED = (
     ("compress_size", ValueError, "rule='seed' needs", 32),
     ("compress_offset", ValueError, "rule='seed' needs", None),
     ("init_blocks local_blocks", ValueError, "rule='seed' needs", 1),
+    ("branches", ValueError, "rule='seed' needs all branches", ("selected",)),
 )
 INDEXED = dict(config=NSAConfig(rule="index", branches=("selected",)))
 MODULE = (
@@ -432,6 +461,7 @@ TABLES = (
           first=False),
     Table("nsa", nsa, batch, NSA),
     Table("nsa, packed", nsa, packed, PACKED),
+    Table("nsa, index", nsa, indexed, BY_INDEX),
     Table("selected_attention", selected_attention, listed, LISTED),
     Table("selected_attention, packed", selected_attention, listed_packed, LISTED_PACKED),
     Table("MemoryPolicy", MemoryPolicy, lambda device: dict(budget=1 << 30, recompute="all"), POLICY),

@@ -149,62 +149,13 @@ def test_the_same_bits_twice() -> None:
     assert all(torch.equal(x, second[name]) for name, x in first.items())
 
 
-def arguments(**changes: object) -> dict[str, object]:
-    inputs = make_inputs(OPERATOR["selected"])
-    return inputs.tensors() | dict(config=INDEX) | changes
-
-
-PUBLISHED = NSAConfig(block_size=16, window_size=24)
-WRONG = {
-    "needs q_index and k_index": dict(q_index=None),
-    "k_index must have 2 heads, as k has, or 1, got 3": dict(k_index=torch.zeros(2, 130, 3, 8)),
-    "k_index must have shape": dict(k_index=torch.zeros(2, 130, 2, 4)),
-    "needs causal=True": dict(causal=False),
-    "block_indices must be None": dict(block_indices=torch.zeros(2, 130, 2, 1, dtype=torch.int32)),
-    "index_scale must be positive": dict(index_scale=0.0),
-    "q_index is for rule='index'": dict(config=PUBLISHED),
-    "return_index_loss is for rule='index'": dict(config=PUBLISHED, q_index=None, k_index=None, return_index_loss=True),
-    "k_win is of the window branch": dict(k_win=torch.zeros(2, 130, 2, 16)),
-    "compress_k_weight is of the compressed branch": dict(compress_k_weight=torch.zeros(2, 16, 16)),
-    r"gates must have shape \(2, 130, 4, 1\)": dict(gates=torch.zeros(2, 130, 4, 3)),
-    "chooses blocks by the compressed branch": dict(
-        config=PUBLISHED.replace(branches=("selected",)), q_index=None, k_index=None
-    ),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_calls_are_named(message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        nsa(**arguments(**WRONG[message]))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(rule="index", q_tile=2), "rule='index' needs q_tile=1, got 2"),
-        (dict(rule="index", branches=("window",)), "rule='index' chooses blocks of the selected branch"),
-        (dict(branches=()), "branches must be some of"),
-        (dict(branches=("window",), window_size=0), "needs a window, got window_size=0"),
-        (dict(branches=("selected", "selected")), "branches must be some of"),
-        (dict(branches=("dense",)), "branches must be some of"),
-        (dict(rule="seed", branches=("selected",)), "rule='seed' needs all branches"),
-    ],
-)
-def test_wrong_configurations_are_named(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NSAConfig.from_dict(fields)
-    with pytest.raises(TypeError, match="branches must be a tuple of str"):
-        NSAConfig(branches="selected")
-
-
 def test_branches_have_one_order() -> None:
     config = NSAConfig(rule="index", branches=["window", "selected"])
     assert config.branches == ("selected", "window") and hash(config) == hash(config.replace())
 
 
 def test_what_it_does_not_do_yet_is_refused() -> None:
-    given = arguments()
+    given = make_inputs(OPERATOR["selected"]).tensors() | dict(config=INDEX)
     with pytest.raises(NotImplementedError, match="cp with rule='index'"):
         nsa(**given, cp=object.__new__(ContextParallel))
     with pytest.raises(RuntimeError, match="second derivative"):
