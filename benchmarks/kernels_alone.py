@@ -65,7 +65,7 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     """The union of the lists, and each kernel or pair of calls by name, on the same tensors."""
     from nsa_layer.call import Call as LayerCall
     from nsa_layer.cute.branch_options import compressed_options, pooling_options
-    from nsa_layer.cute.forward import attend
+    from nsa_layer.cute.forward import attend_branch
     from nsa_layer.cute.select_blocks import select_blocks
     from nsa_layer.cute.selected import query_lists, token_block_csr
     from nsa_layer.cute.varlen import Varlen
@@ -77,7 +77,7 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     own, do = LayerCall(q, k, v, spec=shape.spec()), shape.output_gradient()
     varlen = Varlen.of(own)
     (k_cmp,), v_cmp = mean_pool(k, v, k_dtypes=(k.dtype,), v_dtype=v.dtype, **pooling_options(own.config, varlen))
-    lse = attend(q, k_cmp, v_cmp, own.spec, compressed_options(own, varlen))[1]
+    lse = attend_branch(q, k_cmp, v_cmp, own.spec, compressed_options(own, varlen))[1]
 
     def choose() -> torch.Tensor:
         return select_blocks(own, varlen, k_cmp, lse)[0]

@@ -20,7 +20,7 @@ from nsa_layer.context_parallel import attend, transport
 def without_peers() -> Iterator[None]:
     """Let exchanges be copies of the same bytes, and descriptions of calls equal."""
     with (
-        patch.object(transport, "launch", _copy),
+        patch.object(transport, "launch_messages", _copy),
         patch.object(attend, "check_same_on_all_ranks", lambda *_, **__: None),
     ):
         yield

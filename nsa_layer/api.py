@@ -113,7 +113,7 @@ def nsa(
     static = dict(config=config, softmax_scale=softmax_scale, max_seqlen=max_seqlen, causal=causal)
     static |= dict(index_scale=index_scale, return_index_loss=return_index_loss)
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
-    check = partial(_check_options, call, **options)
+    check = partial(_check_flags, call, **options)
     if cp is not None:
         return context_parallel.attend(nsa, cp, call, check, static, options)
     check()
@@ -191,7 +191,7 @@ def selected_attention(
     call = Call(*tensors, **starts, block_indices=lists_in_int32(block_indices), q_offset=q_offset)
     static = dict(block_size=block_size, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic)
     options = dict(backend=backend, return_lse=return_lse, validate=validate)
-    check = partial(_check_options, call, **options)
+    check = partial(_check_flags, call, **options)
     if cp is not None:
         return context_parallel.attend(selected_attention, cp, call, check, static, options)
     check()
@@ -206,7 +206,7 @@ def selected_attention(
     return (o, lse.detach()) if return_lse else o
 
 
-def _check_options(call: Call, *, backend: str | None, memory: MemoryPolicy = MemoryPolicy(), **flags: object) -> None:
+def _check_flags(call: Call, *, backend: str | None, memory: MemoryPolicy = MemoryPolicy(), **flags: object) -> None:
     """Checks of arguments that do not change what is computed."""
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")

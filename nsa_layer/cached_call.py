@@ -43,7 +43,7 @@ def check_call(
         NotImplementedError: the configuration is of queries that a cache cannot serve.
     """
     q, cache, packed, paged = call.q, call.cache, call.cu_seqlens is not None, call.cache.page_table is not None
-    _check_options(call, config)
+    _check_cache_options(call, config)
     layout = (checks.PACKED if packed else checks.BATCH) | dict(keys="total" if packed else "B T")
     tensors, tokens = call.by_name | dict(out=out), len(TOKEN_CACHES)
 
@@ -105,7 +105,7 @@ def with_query_lengths(call: Call, max_seqlen_q: int | None, *, backend: str | N
     return call
 
 
-def _check_options(call: Call, config: NSAConfig) -> None:
+def _check_cache_options(call: Call, config: NSAConfig) -> None:
     checks.require_config(config)
     if call.block_indices is None:
         require_choice_by_token(config, "nsa_with_kvcache")

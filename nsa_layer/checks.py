@@ -15,7 +15,7 @@ from nsa_layer.call import DIFFERENTIABLE, Call, CallSpec
 from nsa_layer.config import BRANCHES, LARGEST, WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-CAPACITY = 1024
+MOST_KEPT = 1024
 Q_TILES = tuple(1 << i for i in range(WIDEST_TILE.bit_length()))  # queries that may share a list
 Q, FLOAT, INT32, ANY = "q", "float", "int32", "any"  # q's dtype; of floating point; what q may have
 
@@ -160,7 +160,7 @@ def check_inputs(call: Call, *, backend: str | None = "reference", validate: boo
     either without ``validate``, where kernels can do without lengths: the call then has a bound of them.
     """
     if call.cu_seqlens is not None or call.block_indices is not None or torch.compiler.is_compiling():
-        return _check(call, backend, validate, **options)
+        return _check_nsa(call, backend, validate, **options)
     try:
         seen = (
             *[None if t is None else (t.shape, t.dtype, t.device, t.stride(-1)) for t in call.differentiable],
@@ -168,16 +168,16 @@ def check_inputs(call: Call, *, backend: str | None = "reference", validate: boo
         )
         spec = _passed.get(seen)
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        return _check(call, **options)  # raises: such arguments are never accepted
+        return _check_nsa(call, **options)  # raises: such arguments are never accepted
     if spec is None:
-        spec = _check(call, **options)
-        if len(_passed) >= CAPACITY:
+        spec = _check_nsa(call, **options)
+        if len(_passed) >= MOST_KEPT:
             _passed.clear()
         _passed[seen] = spec
     return spec
 
 
-def _check(
+def _check_nsa(
     call: Call,
     backend: str | None = "reference",
     validate: bool = True,

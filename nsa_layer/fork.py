@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["patched", "stock", "stale", "missing"]
 INSTALL = "install this repository's build: `pip install .` (or `pip install -e .`) in a checkout of it"
 
 
@@ -19,7 +18,7 @@ INSTALL = "install this repository's build: `pip install .` (or `pip install -e 
 class ForkStatus:
     """The pin and the patches of our build, or the reason why it is not what Python finds, and the remedy."""
 
-    kind: Kind
+    kind: Literal["patched", "stock", "stale", "missing"]
     pin: str | None = None
     version: str | None = None
     patches: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from nsa_layer.call import Aux, Call, accumulation_dtype, equal_gates, mean_scal
 from nsa_layer.config import BRANCHES, NSAConfig
 
 SELECTED = BRANCHES[1]
-Branches = dict[str, tuple[torch.Tensor, torch.Tensor]]  # output and LSE
+ByBranch = dict[str, tuple[torch.Tensor, torch.Tensor]]  # output and LSE
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def attend(call: Call) -> tuple[torch.Tensor, Aux | torch.Tensor, torch.Tensor |
     return o.to(call.q.dtype), Aux(block_indices, g.detach(), *lses, scores), sums
 
 
-def attend_branches(call: Call) -> tuple[Branches, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def attend_branches(call: Call) -> tuple[ByBranch, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The branches before the gate; arguments as for `attend`.
 
     Returns:

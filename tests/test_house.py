@@ -267,5 +267,25 @@ def test_records_are_few_and_listed() -> None:
     assert len(records) <= MOST_RECORDS and not {name for name in records if f"`{name}`" not in text}
 
 
+# Names that modules of the layer share, each with one meaning: what every backend has, types, sizes of a cache.
+SHARED = {"Lses", "STATIC", "FIELDS", "MOST_KEPT", "Tensor", "__all__"}
+SHARED |= {"attend", "attend_cached", "backward", "compress", "forward", "gate_values", "select_blocks"}
+
+
+def test_a_name_of_host_code_has_one_meaning() -> None:
+    where: dict[str, set[str]] = defaultdict(set)
+    for file in files("nsa_layer"):
+        if file.is_relative_to(ROOT / "nsa_layer" / "kernels"):
+            continue  # sizes and steps of one kernel
+        for node in ast.parse(file.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = {
+                x.id for target in targets if target is not None for x in ast.walk(target) if isinstance(x, ast.Name)
+            }
+            for name in names | ({node.name} if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else set()):
+                where[name].add(str(file))
+    assert {name for name, modules in where.items() if len(modules) > 1} <= SHARED
+
+
 if __name__ == "__main__":
     ARCHITECTURE.write_text(PICTURE.sub(picture().replace("\\", r"\\"), ARCHITECTURE.read_text()))

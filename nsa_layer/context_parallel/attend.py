@@ -60,13 +60,13 @@ def attend(
     call = call._replace(spec=spec)
     if gathers:
         with autocast.off(call.q.device):
-            o, rest = gather.attend(cp, support.on_backend(backend, call), options.get("memory"), return_aux=more)
+            o, rest = gather.attend_shard(cp, support.on_backend(backend, call), options.get("memory"), return_aux=more)
         return (o, rest) if more else o
     if spec.lengths is not None:  # no second look at what may be on a GPU
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths))
     if not alone:
         options = options | dict(memory=heads.memory_of_steps(call, layouts[TOKENS], cp, options["memory"]))
-    return heads.attend(partial(function, **static, **options), cp, call, layouts)
+    return heads.attend_heads(partial(function, **static, **options), cp, call, layouts)
 
 
 def auto_gathers(cp: ContextParallel, call: Call, config: NSAConfig | None, backend: str | None) -> bool:

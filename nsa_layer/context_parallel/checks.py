@@ -29,7 +29,7 @@ from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 from nsa_layer.operators.registration import dispatcher_sees
 
 Tensor = torch.Tensor
-CAPACITY = 1024
+MOST_KEPT = 1024
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
 # What the rows of a tensor are; a tile of one query is a token.
@@ -96,7 +96,7 @@ def check_same_on_all_ranks(
     for rank, (_, message) in enumerate(answers):
         if message is not None:
             raise ValueError(f"rank {rank}: {message}")
-    if len(_compared) >= CAPACITY:
+    if len(_compared) >= MOST_KEPT:
         _compared.clear()
     _compared.add(key)
 

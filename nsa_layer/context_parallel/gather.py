@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from nsa_layer import autocast
 from nsa_layer.call import DIFFERENTIABLE, LSES, TENSORS, Aux, Call, Saved, require_choice_by_token
 from nsa_layer.checks import starts_of_lengths
-from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW, GatherLoop
+from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW_KEYS, GatherLoop
 from nsa_layer.context_parallel.layout import resized
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import CP, static_of
@@ -28,7 +28,7 @@ from nsa_layer.saved_shapes import fitted
 Tensor = torch.Tensor
 
 
-def attend(
+def attend_shard(
     cp: ContextParallel, call: Call, memory: MemoryPolicy | None, *, return_aux: bool
 ) -> tuple[Tensor, Aux | Tensor | None]:
     """`nsa` on a rank's queries, or `selected_attention`, which gives the LSE; arguments as have been checked.
@@ -51,7 +51,7 @@ def attend(
             f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"
         )
     if call.has_own_window:
-        window = zip(WINDOW, call.of_window)  # both, of which one may be k or v
+        window = zip(WINDOW_KEYS, call.of_window)  # both, of which one may be k or v
         call = call._replace(**{name: x.view_as(x) if getattr(call, name) is None else x for name, x in window})
     starts = None
     if packed:  # read when the call runs: a copy, since the caller may refill its own

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 Fields = Sequence[Tensor | None]
 # Tokens for each other rank from which on exchanges are 1 % of the attention: they then alternate, which saves memory.
 OVERLAP_BELOW = 1 << 22
-BLOCKS, WINDOW = ("k_cmp", "v_cmp"), ("k_win", "v_win")
+BLOCK_KEYS, WINDOW_KEYS = ("k_cmp", "v_cmp"), ("k_win", "v_win")
 FIELDS = len(Saved._fields)
 
 
@@ -59,9 +59,9 @@ class GatherLoop:
         self.steps, self.G = head_steps(k.shape[-2], self.tokens.total), q.shape[-2] // k.shape[-2]
         self.ahead = int(self.tokens.total < OVERLAP_BELOW * (cp.size - 1))  # exchanges run beside attention
         # Rows of each tensor that is gathered, and the ranges that each rank's shards read.
-        self.layouts = dict.fromkeys(("k", "v", *WINDOW), self.tokens)
+        self.layouts = dict.fromkeys(("k", "v", *WINDOW_KEYS), self.tokens)
         if call.k_cmp is not None or call.v_cmp is not None:
-            self.layouts |= dict.fromkeys(BLOCKS, block_layout(self.tokens, lengths, config.span, config.stride))
+            self.layouts |= dict.fromkeys(BLOCK_KEYS, block_layout(self.tokens, lengths, config.span, config.stride))
         self.layouts = {
             name: layout._replace(ranges=[[self._rows(name, shard) for shard in of_rank] for of_rank in shards])
             for name, layout in self.layouts.items()
@@ -69,9 +69,9 @@ class GatherLoop:
         }
 
     def _rows(self, name: str, shard: QueryShard) -> slice:
-        if name in BLOCKS:
+        if name in BLOCK_KEYS:
             return shard.blocks(self.spec)
-        if name not in WINDOW:
+        if name not in WINDOW_KEYS:
             return shard.keys
         rows = shard.window(self.spec)[0]
         return slice(shard.keys.start + rows.start, shard.keys.start + rows.stop)
@@ -126,7 +126,7 @@ class GatherLoop:
         """(shape, dtype) of what each step and shard saves, whatever the lengths of packed sequences are."""
         shapes, spec, total = [], replace(self.spec, lengths=None), self.tokens.total
         rows = dict(q=self.tokens.counts[0]) | dict.fromkeys("kv", total)
-        rows |= dict.fromkeys(BLOCKS, spec.config.compressed_length(total))
+        rows |= dict.fromkeys(BLOCK_KEYS, spec.config.compressed_length(total))
         tensors = {name: x for name in rows if (x := getattr(self.call, name)) is not None}
         for first, end in self.steps:
             heads = {name: (end - first) * (self.G if name == "q" else 1) for name in tensors}
@@ -169,7 +169,7 @@ class GatherLoop:
 
         for name, layout in self.layouts.items() if step < len(self.steps) else ():
             x = heads(getattr(self.call, name), step)
-            if name in WINDOW:
+            if name in WINDOW_KEYS:
                 keys[name] = exchange.gather(x, layout).split(layout.sizes, 1)
             else:  # all rows once, of which ranges share many
                 whole = exchange.gather(x, layout._replace(ranges=None))

@@ -24,7 +24,7 @@ from nsa_layer.operators.registration import dispatcher_sees
 Tensor = torch.Tensor
 
 
-def attend(
+def attend_heads(
     function: Callable[..., Any], cp: ContextParallel, call: Call, layouts: dict[str, ShardLayout]
 ) -> Tensor | tuple[Tensor, Aux | Tensor]:
     """All-to-all from tokens to heads, a call of all tokens of a few heads, all-to-all back; some heads at a time.

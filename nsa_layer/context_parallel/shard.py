@@ -31,7 +31,7 @@ def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tor
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
     """
-    _check(x, cp, dim)
+    _check_sequences(x, cp, dim)
     chunks = x.split(x.shape[dim] // cp.num_chunks, dim)
     local = [chunks[number] for number in cp.chunks]
     return local[0] if len(local) == 1 else torch.cat(local, dim)
@@ -53,7 +53,7 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
     Raises:
         TypeError, ValueError: an argument is bad, or the ranks' differ, as for `nsa`; the message names it.
     """
-    check = partial(_check, x, cp, dim, ranks=1)
+    check = partial(_check_sequences, x, cp, dim, ranks=1)
     check_same_on_all_ranks(cp, [check], x=x, dim=dim)
     check()
     parts = x.movedim(dim, 0)
@@ -93,7 +93,7 @@ def compress_shard(
     return torch.cat(rows, dim=1 if lengths is None else 0)
 
 
-def _check(x: torch.Tensor, cp: ContextParallel, dim: int, *, ranks: int | None = None) -> None:
+def _check_sequences(x: torch.Tensor, cp: ContextParallel, dim: int, *, ranks: int | None = None) -> None:
     """Raise TypeError or ValueError unless x has equal chunks of the ranks in `dim`; `ranks`: all unless given."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")

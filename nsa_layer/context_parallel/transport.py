@@ -39,7 +39,7 @@ class Exchange:
     def start(self) -> None:
         """Launch, after everything that was launched before on the current stream."""
         if self._messages:
-            self._works = launch(self._messages)
+            self._works = launch_messages(self._messages)
 
     def wait(self) -> None:
         """Let the current stream wait for the messages, and add up sums."""
@@ -217,12 +217,12 @@ def _exchange_fake(xs: list[Tensor], way: str, counts: list[int], ends: list[int
     return [x.new_empty(shape(x, layout)) for x, layout in zip(xs, _layouts(counts, ends, ranks_of(*cp)))]
 
 
-_schema = f"exchange(Tensor[] xs, str way, SymInt[] counts, SymInt[] ends, {CP}) -> Tensor[]"
-differentiate(register(_schema, _exchange, _exchange_fake), _exchange)
+_exchange_schema = f"exchange(Tensor[] xs, str way, SymInt[] counts, SymInt[] ends, {CP}) -> Tensor[]"
+differentiate(register(_exchange_schema, _exchange, _exchange_fake), _exchange)
 
 
 # One place for messages to be launched, which benchmarks replace.
-def launch(messages: list[dist.P2POp]) -> list[dist.Work]:
+def launch_messages(messages: list[dist.P2POp]) -> list[dist.Work]:
     """Launch messages together."""
     return dist.batch_isend_irecv(messages)
 

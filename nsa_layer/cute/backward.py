@@ -9,7 +9,7 @@ from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call import DIFFERENTIABLE, Call, Saved
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.forward import attend, attend_selected, compiling
+from nsa_layer.cute.forward import attend_branch, attend_selected, compiling
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.head_slices import (
     head_group,
@@ -29,7 +29,7 @@ from nsa_layer.projection import project_backward
 from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
-START = 64  # rows that row sums of packed sequences start at multiples of
+SUMS_STEP = 64  # rows that row sums of packed sequences start at multiples of
 
 
 def backward(
@@ -209,13 +209,13 @@ def _recompute(
     (q, k, v), spec, o_cmp, o_slc, o_swa = call[:3], call.spec, saved.o_cmp, saved.o_slc, saved.o_swa
     if o_cmp is None:
         with component("cmp"):
-            o_cmp = attend(q, *compressed, spec, of_cmp)[0]
+            o_cmp = attend_branch(q, *compressed, spec, of_cmp)[0]
     if o_slc is None:
         with component("slc"):
             o_slc = attend_selected(q, k, v, spec, of_slc)[0]
     if o_swa is None and of_swa is not None:
         with component("swa"):
-            o_swa = attend(q, *call.of_window, spec, of_swa)[0]
+            o_swa = attend_branch(q, *call.of_window, spec, of_swa)[0]
     return o_cmp, o_slc, o_swa
 
 
@@ -273,15 +273,15 @@ def backward_selected(call: Call, varlen: Varlen, do: Tensor, o: Tensor, lse: Te
     """dq, dk and dv of `forward_selected`."""
     (q, k, v), spec, (T, Hq) = call[:3], call.spec, call.q.shape[-3:-1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    count = T if varlen.cu_seqlens is None else T + START * (len(varlen.cu_seqlens) - 1)
-    shape = (*q.shape[:-3], Hq, -(-count // START) * START)
+    count = T if varlen.cu_seqlens is None else T + SUMS_STEP * (len(varlen.cu_seqlens) - 1)
+    shape = (*q.shape[:-3], Hq, -(-count // SUMS_STEP) * SUMS_STEP)
     dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START, q_offset=call.q_offset)
+    fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=SUMS_STEP, q_offset=call.q_offset)
     starts = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
     with component("lists"):
         lists = query_lists(call, varlen, call.block_indices)
     with component("slc_dq"):
         backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed, **starts)
     del lists
-    _add_selected(call, varlen, call.block_indices, do, (dpsum, lse_log2), KeyGradient(dk), KeyGradient(dv), START)
+    _add_selected(call, varlen, call.block_indices, do, (dpsum, lse_log2), KeyGradient(dk), KeyGradient(dv), SUMS_STEP)
     return dq, dk, dv

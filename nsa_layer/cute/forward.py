@@ -71,11 +71,11 @@ def forward(
             if spec.config.window_size:
                 into = None if side_stream is None else new_outputs(q, v)
                 with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
-                    o_swa, lse_swa = attend(q, *part.of_window, spec, window_options(part, varlen), into)
+                    o_swa, lse_swa = attend_branch(q, *part.of_window, spec, window_options(part, varlen), into)
             with component("compress"):
                 k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen)
             with component("cmp"):
-                o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(part, varlen))
+                o_cmp, lse_cmp = attend_branch(q, k_cmp, v_cmp, spec, compressed_options(part, varlen))
             with component("choose"):
                 indices, counts = block_indices, None
                 if block_indices is None:
@@ -146,7 +146,7 @@ def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
 
 
-def attend(
+def attend_branch(
     q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """A branch's attention.
@@ -179,4 +179,4 @@ def attend_selected(
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(options))
     if page_table is not None:  # in place of starts
         options = options | dict(page_table=page_table, cu_seqlens_k=None)
-    return attend(q, k, v, spec, options)
+    return attend_branch(q, k, v, spec, options)

@@ -23,7 +23,7 @@ from nsa_layer.cute.chunked import sum_rounded
 
 Tensor = torch.Tensor
 
-KNOWN = 1024  # layouts are kept for so many shapes
+MOST_KEPT = 1024  # layouts are kept for so many shapes
 _known: dict[Hashable, tuple[BackwardLayout, ...]] = {}
 
 
@@ -38,7 +38,7 @@ def backward_layouts(q: Tensor, calls: Sequence[dict], *, key: Hashable) -> tupl
     key = (key, q.shape, q.dtype, q.device, *(call["k"].shape for call in calls), calls[0]["v"].shape[-1])
     known = _known.get(key)
     if known is None:
-        if len(_known) == KNOWN:
+        if len(_known) == MOST_KEPT:
             _known.clear()
         known = _known[key] = aligned(*(backward_layout(q, **call) for call in calls))
     return known

@@ -45,15 +45,15 @@ from nsa_layer.warm_up.api import compile_missing
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
 WORKSPACE = 1 << 31  # bytes of caches that are copied at a time; one sequence's may be more
-READ = ("q", "q_index", *TOKEN_CACHES, *COMPRESSED_CACHES)  # new rows, which are read 16 bytes at a time
+NEW_ROWS = ("q", "q_index", *TOKEN_CACHES, *COMPRESSED_CACHES)  # new rows, which are read 16 bytes at a time
 # The first slot, and the number of rows, of all tokens and compressed keys, of what new ones are made of, of windows.
-TOKENS, COMPRESSED = (CacheSlots.START, CacheSlots.END), (CacheSlots.START, CacheSlots.CMP_END)
-SOURCE, WINDOW = (CacheSlots.SOURCE, CacheSlots.SOURCE_TOKENS), (CacheSlots.WINDOW, CacheSlots.WINDOW_TOKENS)
+KV_ROWS, CMP_ROWS = (CacheSlots.START, CacheSlots.END), (CacheSlots.START, CacheSlots.CMP_END)
+SRC_ROWS, WIN_ROWS = (CacheSlots.SOURCE, CacheSlots.SOURCE_TOKENS), (CacheSlots.WINDOW, CacheSlots.WINDOW_TOKENS)
 
 
 @on_own_device
 @torch.no_grad()
-def attend(call: Call, *, validate: bool) -> tuple[Tensor, Lses]:
+def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, Lses]:
     """The step, on caches that it changes in place.
 
     Args:
@@ -72,7 +72,7 @@ def step(call: Call, *, validate: bool = False, memory: MemoryPolicy = MemoryPol
     if call.packed and call.B == 1:
         o, lses = step(_unpacked(call), validate=validate, memory=memory)
         return o[0], tuple(lse[0] for lse in lses)
-    rows = ((name, getattr(call, name)) for name in READ)
+    rows = ((name, getattr(call, name)) for name in NEW_ROWS)
     changes = {name: read for name, x in rows if x is not None and (read := aligned_rows(x)) is not x}
     if call.packed and (starts := starts_on(call.cu_seqlens, call.q.device)) is not call.cu_seqlens:
         changes["cu_seqlens"] = starts
@@ -135,7 +135,7 @@ def _bytes_copied(call: Call) -> int:
 
 def _unpacked(call: Call) -> Call:
     """A pack of one sequence as a batch."""
-    tensors = {name: getattr(call, name) for name in (*READ, "gates", "block_indices")}
+    tensors = {name: getattr(call, name) for name in (*NEW_ROWS, "gates", "block_indices")}
     tensors = {name: x if x is None else x.unsqueeze(0) for name, x in tensors.items()}
     return call._replace(cu_seqlens=None, spec=replace(call.spec, lengths=None, bound=None), **tensors)
 
@@ -192,7 +192,7 @@ class _Chunk:
         part = slice(0, call.B)
         blocks = self._layout(part, 1, stride - 1, stride)
         if any(x is not None for x in sources):
-            tokens, starts = self._copied(sources, part, SOURCE, 1, span - 1)
+            tokens, starts = self._copied(sources, part, SRC_ROWS, 1, span - 1)
             new = tuple(x if y is None else y for x, y in zip(new, self._compress(tokens, starts, *blocks)))
         append((*[None] * 4, *new), (*[None] * 4, *caches), self.tables, self.slots, (None, blocks[0]))
 
@@ -240,19 +240,19 @@ class _Chunk:
         caches = self._tensors(*CACHES)
         kv, of_window, index, compressed = caches[:2], caches[2:4], (caches[4], None), caches[5:]
         if self.how == "rows":
-            kv, of_window, index = (_each(aligned_rows, pair) for pair in (kv, of_window, index))
-            compressed = _each(lambda x: aligned_rows(x[:, :count]), compressed)
+            kv, of_window, index = (_map_pair(aligned_rows, pair) for pair in (kv, of_window, index))
+            compressed = _map_pair(lambda x: aligned_rows(x[:, :count]), compressed)
         elif self.how == "copies":
-            (kv, starts), (of_window, _) = (self._copied(pair, part, TOKENS, 0, capacity) for pair in (kv, of_window))
+            (kv, starts), (of_window, _) = (self._copied(pair, part, KV_ROWS, 0, capacity) for pair in (kv, of_window))
         else:
             if config.computes("window"):
                 of_window = tuple(shared if x is None else x for x, shared in zip(of_window, kv))
-                of_window, starts = self._copied(of_window, part, WINDOW, 1, config.window_reach, side_stream)
+                of_window, starts = self._copied(of_window, part, WIN_ROWS, 1, config.window_reach, side_stream)
                 more = dict(win_offset=self.slots[CacheSlots.IN_WINDOW, part], cu_seqlens_win=starts)
             more["pages"] = self.tables[0][part]
         if self.how != "rows":
-            compressed, _ = self._copied(compressed, part, COMPRESSED, 0, count)
-            index, _ = self._copied(index, part, TOKENS, 0, capacity)
+            compressed, _ = self._copied(compressed, part, CMP_ROWS, 0, count)
+            index, _ = self._copied(index, part, KV_ROWS, 0, capacity)
         sources = tuple(x if y is None else None for x, y in zip(kv, compressed))
         if count and any(x is not None for x in sources):
             blocks = self._layout(part, 0, count)
@@ -281,9 +281,9 @@ class _Chunk:
         if all(x is None for x in caches):
             return caches, None
         starts, lead = self._layout(part, factor, more)
-        table = self.tables[int(fields == COMPRESSED)]
-        caches, table = (_each(lambda x: x[part], caches), None) if table is None else (caches, table[part])
-        copies = _each(lambda x: x.new_empty(*lead, *x.shape[2:]), caches)
+        table = self.tables[int(fields == CMP_ROWS)]
+        caches, table = (_map_pair(lambda x: x[part], caches), None) if table is None else (caches, table[part])
+        copies = _map_pair(lambda x: x.new_empty(*lead, *x.shape[2:]), caches)
         with nullcontext() if side_stream is None else side_stream.launches():
             gather(caches, copies, table, self.slots[:, part], fields, starts)
         return copies, starts
@@ -317,7 +317,7 @@ class _Chunk:
         return tuple(getattr(self.call.cache if name in CACHES else self.call, name) for name in names)
 
 
-def _each(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
+def _map_pair(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
     return tuple(x if x is None else change(x) for x in pair)
 
 

@@ -16,7 +16,7 @@ from nsa_layer.call import (
     equal_gates,
 )
 from nsa_layer.eager.chunk_attention import attend_chunks_backward, visible_compressed, visible_window
-from nsa_layer.eager.forward import batches, compressed, to_compute_dtype
+from nsa_layer.eager.forward import batches, compress_batch, to_compute_dtype
 from nsa_layer.eager.index import is_free, loss_backward
 from nsa_layer.eager.list_attention import attend_lists_backward
 from nsa_layer.eager.pooling import mean_pool_backward
@@ -89,7 +89,7 @@ def _backward_batch(batch: Call, saved: Saved, do: Tensor, sums: Call, q_offset:
     dg = {name: torch.zeros(q.shape[:-1], dtype=sums.q.dtype, device=q.device) for name in gates}
     if config.computes("compressed"):
         with component("compress"):
-            (k_mean, _, k_cmp), (v_mean, _, v_cmp) = (compressed(batch, name) for name in "kv")
+            (k_mean, _, k_cmp), (v_mean, _, v_cmp) = (compress_batch(batch, name) for name in "kv")
         with component("cmp"):
             of = visible_compressed(spec, q_offset, k_cmp.shape[1]), saved.lse_cmp, gates["compressed"], scale
             dq, dk_cmp, dv_cmp, dg["compressed"] = attend_chunks_backward(do, q, k_cmp, v_cmp, *of)

@@ -98,7 +98,7 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
             o_swa, lse_swa = attend_chunks(q, *map(to_compute_dtype, batch.of_window), visible, softmax_scale=scale)
     if config.computes("compressed"):
         with component("compress"):
-            (_, k_exact, k_cmp), (_, _, v_cmp) = (compressed(batch, name) for name in "kv")
+            (_, k_exact, k_cmp), (_, _, v_cmp) = (compress_batch(batch, name) for name in "kv")
         with component("cmp"):
             visible = visible_compressed(spec, q_offset, k_cmp.shape[1])
             o_cmp, lse_cmp = attend_chunks(q, k_cmp, v_cmp, visible, softmax_scale=scale)
@@ -112,7 +112,7 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
             o_slc, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
         if spec.index_loss:
             with component("index"):
-                found = index_loss(batch, lists, lse_slc, q_offset)
+                found = saved_of_index(batch, lists, lse_slc, q_offset)
     with component("gate"):
         g = gate_values(batch.q, batch.gate_weight, batch.gates, len(config.branches))
         o = gated_sum(g, *(o_i for o_i, name in zip((o_cmp, o_slc, o_swa), BRANCHES) if name in config.branches))
@@ -121,7 +121,7 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
     return o.to(batch.q.dtype), Saved(**found)
 
 
-def index_loss(batch: Call, lists: Tensor, lse_slc: Tensor, q_offset: int) -> dict[str, Tensor]:
+def saved_of_index(batch: Call, lists: Tensor, lse_slc: Tensor, q_offset: int) -> dict[str, Tensor]:
     """Fields of `Saved` for the index' loss, of which `index_sums` are those of the batch."""
     (q, k), (q_index, k_index), spec = map(to_compute_dtype, batch[:2]), batch.index, batch.spec
     free = is_free(lists, torch.arange(q.shape[1], device=q.device)[:, None] + q_offset, spec.config)
@@ -135,7 +135,7 @@ def to_compute_dtype(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype)) if x.device.type == "cpu" else x
 
 
-def compressed(batch: Call, name: str) -> tuple[Tensor | None, Tensor, Tensor]:
+def compress_batch(batch: Call, name: str) -> tuple[Tensor | None, Tensor, Tensor]:
     """Means of blocks of k or v (None with ``k_cmp`` or ``v_cmp``), compressed tokens not rounded, and rounded."""
     x, exact, mean = getattr(batch, name), getattr(batch, f"{name}_cmp"), None
     if exact is None:

@@ -93,7 +93,7 @@ def attend_lists_backward(
     return by_token(dq, B), dk, dv, by_token(do_o, B)
 
 
-class Pairs:
+class BlockPairs:
     """The pairs of some queries with the blocks of their lists, in tiles of one block each.
 
     Args:
@@ -174,7 +174,7 @@ class Pairs:
 
 def chunks_of_lists(
     q: Tensor, lists: Tensor, S: int, spec: CallSpec, q_offset: int
-) -> Iterator[tuple[slice, slice, Pairs]]:
+) -> Iterator[tuple[slice, slice, BlockPairs]]:
     """Slices of the heads and queries of q [R, T, G, D], each some heads with all queries or one with some of them."""
     (R, T), size = q.shape[:2], min(spec.config.block_size, S)
     N = -(-S // size)
@@ -190,7 +190,7 @@ def chunks_of_lists(
             heads, rows = slice(head, head + together), slice(begin, begin + step)
             t = torch.arange(begin, min(begin + step, T), device=q.device)
             limit = (t + q_offset + 1).clamp(max=S) if spec.causal else torch.full_like(t, S)
-            yield heads, rows, Pairs(lists[heads][:, t // spec.config.q_tile], limit, N, size)
+            yield heads, rows, BlockPairs(lists[heads][:, t // spec.config.q_tile], limit, N, size)
 
 
 def blocks_of(x: Tensor, Hs: int, block_size: int) -> Tensor:

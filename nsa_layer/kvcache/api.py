@@ -124,7 +124,7 @@ def nsa_with_kvcache(
     static = dict(config=config, softmax_scale=softmax_scale, index_scale=index_scale)
     static |= dict(max_seqlen_q=max_seqlen_q, out=out)
     call = check(call, **static, backend=backend, validate=validate)
-    o, lses = operator.attend(call, out=out, validate=validate)
+    o, lses = operator.attend_cached(call, out=out, validate=validate)
     return (o, lses) if return_lse else o
 
 

@@ -14,15 +14,14 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.cached_call import check_slots
-from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Aux, Call, accumulation_dtype
+from nsa_layer.call import COMPRESSED_CACHES, LSES, TOKEN_CACHES, Aux, Call, accumulation_dtype
 from nsa_layer.eager.pooling import compress
 
 Tensor = torch.Tensor
-LSES = ("lse_cmp", "lse_slc", "lse_swa")
 
 
 @torch.no_grad()
-def attend(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], list[Aux | None]]:
+def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], list[Aux | None]]:
     """The step, on caches that it changes in place.
 
     Args:
@@ -59,7 +58,7 @@ def attend(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, Tensor,
         (values,), auxes[b], *_ = module.attend(own.as_batch())
         row_o, *row_lses = (row[b] for row in rows)
         row_o.copy_(values)
-        for row, lse in zip(row_lses, (getattr(auxes[b], name) for name in LSES)):
+        for row, lse in zip(row_lses, (getattr(auxes[b], name) for name in LSES.values())):
             row.fill_(-torch.inf) if lse is None else row.copy_(lse[0].mT)
     return o, tuple(lse.mT for lse in lses), auxes
 

@@ -19,8 +19,8 @@ from nsa_layer.kvcache.page_allocator import PageAllocator, sent
 Tensor = torch.Tensor
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WITHOUT_COMPRESS = (*COMPRESSED_CACHES, "compress_k_weight", "compress_v_weight")
-STATIC = ("softmax_scale", "index_scale", "max_seqlen_q", "out")
-OPTIONS = {*STATIC, *OWN_KEYS, *WITHOUT_COMPRESS, "q_index", "k_index", "gate_weight", "gates", "cu_seqlens_q"}
+CHECKED = ("softmax_scale", "index_scale", "max_seqlen_q", "out")
+OPTIONS = {*CHECKED, *OWN_KEYS, *WITHOUT_COMPRESS, "q_index", "k_index", "gate_weight", "gates", "cu_seqlens_q"}
 OPTIONS |= {"block_indices", "num_splits"}
 
 
@@ -189,7 +189,7 @@ class NSACache(LastingTensors):
             raise ValueError(f"compress and {both[0]} exclude each other, got both; pass one or neither")
         require_bools(validate=validate, return_lse=return_lse)
         tables = {name: pages.table for name, pages in self._pages.items()}
-        static = {name: options.pop(name) for name in STATIC if name in options}
+        static = {name: options.pop(name) for name in CHECKED if name in options}
         new = dict(q=q, k=k, v=v, cu_seqlens=options.pop("cu_seqlens_q", None), cache_seqlens=self.cache_seqlens)
         call = Call.of(options | new | self.caches | tables)
         call = check(call, config=self.config, **static, backend=backend, validate=validate, read=True)
@@ -198,7 +198,7 @@ class NSACache(LastingTensors):
             ends = self._reserve(counts)
             if compress is not None:
                 call = call._replace(**self._compress(compress, counts, (k, v) if sources is None else sources, call))
-            o, lses = operator.attend(call, out=static.get("out"), validate=validate)
+            o, lses = operator.attend_cached(call, out=static.get("out"), validate=validate)
         except BaseException:
             self._give_back(self._lengths)
             raise

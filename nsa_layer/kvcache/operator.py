@@ -17,14 +17,14 @@ from nsa_layer.operators.registration import OPS, define, differentiate, needs_d
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
-STEP, REQUIRED = TENSORS.index("q_offset"), ("q", "k_cache", "v_cache", "cache_seqlens")  # tensors before q_offset
+AT_OFFSET, REQUIRED = TENSORS.index("q_offset"), ("q", "k_cache", "v_cache", "cache_seqlens")  # tensors before q_offset
 NO_GRADIENT = (
     "attention to cached tokens (nsa_with_kvcache, NSACache, models with a cache) has no gradient, since caches do not "
     "keep what their keys and values come from: train on whole sequences without a cache, or call it under no_grad"
 )
 
 
-def attend(call: Call, *, out: Tensor | None, validate: bool) -> tuple[Tensor, Lses]:
+def attend_cached(call: Call, *, out: Tensor | None, validate: bool) -> tuple[Tensor, Lses]:
     """The step: o, written to ``out`` where there is one, and the branches' log-sum-exps.
 
     By the operator, or on the kernels as a function where nobody tells them apart, which takes less of the host's time.
@@ -39,7 +39,7 @@ def attend(call: Call, *, out: Tensor | None, validate: bool) -> tuple[Tensor, L
             increment_version([x for name in CACHES if (x := getattr(cache, name)) is not None])
         else:
             static = static_arguments(spec) | dict(bound=spec.bound, num_splits=cache.num_splits, validate=validate)
-            o, *lses = OPS.with_kvcache(*call.tensors[:STEP], *cache[:-1], **static)
+            o, *lses = OPS.with_kvcache(*call.tensors[:AT_OFFSET], *cache[:-1], **static)
         o = o if out is None else out.copy_(o)
     return refuse_gradients(call, out, o, tuple(lses))
 
@@ -59,16 +59,16 @@ def _on_backend(call: Call, *, validate: bool) -> tuple[Tensor, Lses]:
         if call.spec.backend == "cute":
             from nsa_layer.cute import kvcache
 
-            return kvcache.attend(call, validate=validate)
+            return kvcache.attend_cached(call, validate=validate)
         from nsa_layer.kvcache import eager
 
-        return eager.attend(call, validate=validate)[:2]
+        return eager.attend_cached(call, validate=validate)[:2]
 
 
-def _compute(
+def _step(
     *tensors: Tensor | None, validate: bool, bound: int | None = None, num_splits: int = 0, **static: Any
 ) -> tuple[Tensor, ...]:
-    call = Call(*tensors[:STEP], cache=KVCache(*tensors[STEP:], num_splits))
+    call = Call(*tensors[:AT_OFFSET], cache=KVCache(*tensors[AT_OFFSET:], num_splits))
     spec = static_spec(map(static.__getitem__, STATIC_NAMES), listed=call.block_indices is not None)
     call = with_query_lengths(call._replace(spec=spec), bound, backend=spec.backend, validate=validate)
     o, lses = _on_backend(call, validate=validate)
@@ -76,21 +76,21 @@ def _compute(
 
 
 def _fake(*tensors: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
-    q, v_cache = tensors[0], tensors[STEP + 1]
+    q, v_cache = tensors[0], tensors[AT_OFFSET + 1]
     lses = [q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype)) for _ in range(3)]
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1])), *lses
 
 
-def _schema() -> str:
+def _step_schema() -> str:
     aliases, tensors = dict(zip(CACHES, "abcdefg")), []
-    for name in (*TENSORS[:STEP], *KVCache._fields[:-1]):
+    for name in (*TENSORS[:AT_OFFSET], *KVCache._fields[:-1]):
         kind = f"Tensor({aliases[name]}!)" if name in aliases else "Tensor"
         tensors.append(f"{kind}{'?' * (name not in REQUIRED)} {name}")
     options = f"{CONFIG}, bool validate, SymInt? bound=None, int num_splits=0"
     return f"with_kvcache({', '.join(tensors)}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-differentiate(register(_schema(), _compute, _fake), _compute)
+differentiate(register(_step_schema(), _step, _fake), _step)
 
 
 class _WithoutGradient(derivatives.ReverseMode):
@@ -118,6 +118,6 @@ def _raise(do: Tensor) -> Tensor:
 
 
 _schema_of_copy = "Tensor passed, Tensor o, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa"
-_copy_without_gradient, _copied = define("copy_without_gradient", _schema_of_copy, 4, _copy, _copy)
+_copy_without_gradient, _compute_copy = define("copy_without_gradient", _schema_of_copy, 4, _copy, _copy)
 register("raise_no_gradient(Tensor do) -> Tensor", _raise, torch.empty_like)
-differentiate(_copy_without_gradient, _copied, _WithoutGradient)
+differentiate(_copy_without_gradient, _compute_copy, _WithoutGradient)

@@ -22,15 +22,14 @@ from nsa_layer.checks import (
     with_lengths,
 )
 from nsa_layer.config import CONFIG_FIELDS, ListConfig, NSAConfig
-from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
+from nsa_layer.cute.memory_plan import NOTHING, MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher, none_for_empty
 from nsa_layer.saved_shapes import saved_shapes
 
 Tensor = torch.Tensor
-NOTHING = (False, False, False)
-KINDS = {"int": "int", "int | None": "int?", "bool": "bool", "str": "str", "tuple[str, ...]": "str"}
+SCHEMA_TYPES = {"int": "int", "int | None": "int?", "bool": "bool", "str": "str", "tuple[str, ...]": "str"}
 OF_SPEC = "bool causal, float softmax_scale, bool alone, str backend, float? index_scale, bool index_loss"
-CONFIG = f"{', '.join(f'{KINDS[f.type]} {f.name}' for f in fields(NSAConfig))}, {OF_SPEC}"
+CONFIG = f"{', '.join(f'{SCHEMA_TYPES[f.type]} {f.name}' for f in fields(NSAConfig))}, {OF_SPEC}"
 SPEC_FIELDS = tuple(each.split()[-1] for each in OF_SPEC.split(", "))
 STATIC_NAMES = (*CONFIG_FIELDS, *SPEC_FIELDS)
 INPUTS, COUNT, FIELDS = len(TENSORS), len(DIFFERENTIABLE), len(Saved._fields)
@@ -71,10 +70,10 @@ def attend(
     if needs_dispatcher(tensors):
         o, *saved = OP(*tensors, *static)
     elif needs_grad:
-        o, *saved = APPLY(_attend, *unwrap_dead_wrappers(tensors), *static)
+        o, *saved = APPLY(_forward, *unwrap_dead_wrappers(tensors), *static)
     else:
         with torch.no_grad():
-            o, *saved = _attend(*tensors, *static)
+            o, *saved = _forward(*tensors, *static)
     saved = Saved(*map(none_for_empty, saved[:FIELDS]))
     if call.alone:
         return o, saved.lse_slc, None
@@ -92,7 +91,7 @@ class Attend(derivatives.ReverseMode):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
         run, *args = inputs
-        call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], run is not _attend
+        call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], run is not _forward
         o = output[0] if reads_output(ctx.static) else None
         ctx.save_for_backward(*call.differentiable, call.block_indices, call.q_offset, o, *output[1:])
         constant = output[1:] if not static_spec(ctx.static).index_loss else output[1:FIELDS] + output[1 + FIELDS :]
@@ -107,7 +106,7 @@ class Attend(derivatives.ReverseMode):
         if do is None:  # of the loss alone
             q, _, v = ctx.saved_tensors[:3]
             do = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        run = BACKWARD_OP if ctx.dispatched or needs_dispatcher((do,)) else _attend_backward
+        run = BACKWARD_OP if ctx.dispatched or needs_dispatcher((do,)) else _backward
         grads = derivatives.first_derivatives(run, do, d_sums, *ctx.saved_tensors, *ctx.static, needs)
         grads = (d if need else None for d, need in zip(grads, needs, strict=True))
         return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - COUNT)
@@ -146,7 +145,7 @@ def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | 
     return with_lengths(call, bound, read=lengths_known(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))
 
 
-def _attend(*args: Any) -> tuple[Tensor | None, ...]:
+def _forward(*args: Any) -> tuple[Tensor | None, ...]:
     """o, the fields of `Saved`, and copies of starts of queries and of keys.
 
     Args:
@@ -164,20 +163,20 @@ def _attend(*args: Any) -> tuple[Tensor | None, ...]:
     with torch.cuda.device_of(q):
         plan = plan_of(call, heads, budget, kept, needs_grad)
         o, saved = support.pages(spec.backend).forward(call, plan=plan, backward=needs_grad)
-    return o, *saved, *_starts(call, spec.lengths_known)
+    return o, *saved, *_copied_starts(call, spec.lengths_known)
 
 
-def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
+def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     call, (*static, _, _, kept, _, _) = Call(*args[:INPUTS]), args[INPUTS:]
     call = call._replace(spec=static_spec(static, listed=call.block_indices is not None))
     q, known = call.q, lengths_known(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k)
     shapes = saved_shapes(call, kept=kept)
     saved = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
-    starts = (q.new_empty(0) if x is None else x for x in _starts(call, known, fake=True))
+    starts = (q.new_empty(0) if x is None else x for x in _copied_starts(call, known, fake=True))
     return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *starts
 
 
-def _attend_backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+def _backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the differentiable tensors, None where none is needed.
 
     Args:
@@ -194,7 +193,7 @@ def _attend_backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Ten
     return tuple([d if need else None for d, need in zip(grads, needs, strict=True)])
 
 
-def _starts(call: Call, known: bool, *, fake: bool = False) -> Iterator[Tensor | None]:
+def _copied_starts(call: Call, known: bool, *, fake: bool = False) -> Iterator[Tensor | None]:
     """Copies of starts of queries and of keys, since a caller may refill its own, on the CPU if the host reads them."""
     for x in (call.cu_seqlens, call.cu_seqlens_k):
         device = "cpu" if known or x is None else x.device
@@ -214,9 +213,9 @@ def schema_of(names: Sequence[str]) -> str:
 STATIC = f"{CONFIG}, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad"
 SAVED = ("block_indices", "q_offset", "o", *(f"saved_{name}" for name in Saved._fields))
 OF_BACKWARD = (schema_of(DIFFERENTIABLE), *(f"Tensor? {name}" for name in SAVED), "Tensor? starts, Tensor? starts_k")
-OP, _compute = define("attend", f"{schema_of(TENSORS)}, {STATIC}", 3 + FIELDS, _attend, _attend_fake)
-_schema = f"Tensor do, Tensor? d_sums, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
-BACKWARD_OP, _compute_backward = define("attend_backward", _schema, COUNT, _attend_backward, _backward_fake)
+OP, _compute = define("attend", f"{schema_of(TENSORS)}, {STATIC}", 3 + FIELDS, _forward, _forward_fake)
+_backward_schema = f"Tensor do, Tensor? d_sums, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
+BACKWARD_OP, _compute_backward = define("attend_backward", _backward_schema, COUNT, _backward, _backward_fake)
 differentiate(OP, _compute, Attend)
 differentiate(BACKWARD_OP, _compute_backward, derivatives.FirstDerivatives)
 APPLY = super(torch.autograd.Function, Attend).apply  # the class's own looks at forward's signature every time

@@ -97,7 +97,7 @@ def test_auto_takes_heads_where_ranks_divide_them(group: Any) -> None:
     cp = ContextParallel(group)
     q, k = torch.randn(1, 16, 8, 8), torch.randn(1, 16, 2, 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "attend", None)
+        patch.setattr(heads, "attend_heads", None)
         nsa(q[:, :, :3], q[:, :, :3], q[:, :, :3], config=SMALL, cp=cp)
         with pytest.raises(TypeError, match="not callable"):
             nsa(q, k, k, config=SMALL, cp=cp)

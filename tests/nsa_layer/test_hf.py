@@ -162,14 +162,14 @@ def test_a_cache_is_taken_by_its_older_name_too_and_has_the_methods_of_transform
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list]]:
     """The lists of blocks of each row, by call."""
-    calls, attend = [], eager.attend
+    calls, attend = [], eager.attend_cached
 
     def recorded(*given: object, **options: object) -> tuple:
         result = attend(*given, **options)
         calls.append([None if aux is None else aux.block_indices[0].sort(-1).values for aux in result[2]])
         return result
 
-    monkeypatch.setattr(eager, "attend", recorded)
+    monkeypatch.setattr(eager, "attend_cached", recorded)
     return calls
 
 

@@ -167,7 +167,7 @@ def step(draw: random.Random) -> None:
     LAUNCHED.clear()
 
 
-BOUNDED = ((checks, "CAPACITY", "_passed"), (grad_accum, "KNOWN", "_known"), (replay, "MOST", "_calls"))
+BOUNDED = ((checks, "MOST_KEPT", "_passed"), (grad_accum, "MOST_KEPT", "_known"), (replay, "MOST", "_calls"))
 
 
 def kept() -> Iterator[tuple[str, int]]:

@@ -138,7 +138,7 @@ def attended(
     from nsa_layer.cute import kvcache
 
     call = checked_call(given, backend="cute" if unread else "reference", validate=validate)
-    return kvcache.attend(call, validate=validate)
+    return kvcache.attend_cached(call, validate=validate)
 
 
 def every(step: int, most: int = 100) -> list[range]:
@@ -231,7 +231,7 @@ def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulation: None) -
     want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL).flatten(0, 1)
     given |= packed | dict(cu_seqlens_q=torch.tensor([-5, 20, 99]).int(), max_seqlen_q=20)
     call = Call.of(given | dict(cu_seqlens=given["cu_seqlens_q"]))
-    o, _ = kvcache.attend(call._replace(spec=CallSpec(SMALL, True, 8**-0.5, bound=20)), validate=False)
+    o, _ = kvcache.attend_cached(call._replace(spec=CallSpec(SMALL, True, 8**-0.5, bound=20)), validate=False)
     torch.testing.assert_close(o, want, **EXACT)
 
 

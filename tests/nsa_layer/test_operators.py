@@ -279,7 +279,7 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, dispatched: bool, mo
         monkeypatch.setattr(forward, "join_saved", filled)
         monkeypatch.setattr(backward, "backward_group", compared)
         q, count, more = tensors[0], len(DIFFERENTIABLE), by_place(static)
-        forward, backward = layer._attend, layer._attend_backward
+        forward, backward = layer._forward, layer._backward
         if dispatched:
             forward, backward = layer._compute, layer._compute_backward
         _, *saved = forward(*tensors.tensors, *more)

@@ -40,7 +40,7 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
     static = static_arguments(CallSpec(CONFIG, True, 0.125)).values()
     with pytest.raises(RuntimeError, match=r"asked on \[1\]"):
-        layer._attend(q, q, q, *[None] * (len(TENSORS) - 3), *static, 2, None, [False] * 3, None, False)
+        layer._forward(q, q, q, *[None] * (len(TENSORS) - 3), *static, 2, None, [False] * 3, None, False)
     assert not entered
 
 

@@ -73,7 +73,7 @@ def test_the_window_is_joined_before_the_gate(noted: list, paged: bool) -> None:
         assert not noted
 
 
-@pytest.mark.parametrize("fails", ["attend", "select_blocks", "gated_sum"])
+@pytest.mark.parametrize("fails", ["attend_branch", "select_blocks", "gated_sum"])
 def test_the_window_is_joined_where_a_launch_fails(noted: list, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     """Else its output would be freed, and be given to others, while it is written."""
 

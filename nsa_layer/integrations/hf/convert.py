@@ -14,7 +14,7 @@ from nsa_layer.checks import require_config
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.models import SPARSE, NSABranches
 
-START = 4.0  # sigmoid(4) = 0.982
+OPEN_LOGIT = 4.0  # sigmoid(4) = 0.982
 NOT_KEPT = ("model_type", "architectures", "transformers_version", "quantization_config")
 # Of the dense model alone: accelerate's forward of mixed precision, compiled steps, and names in the file it is of.
 NOT_SHARED = ("_modules", "config", "forward", "_original_forward")
@@ -79,7 +79,7 @@ def convert_to_nsa(
         branches.start_index(layer.self_attn)
         if branches.gate_mlp is not None:
             *_, last = branches.gate_mlp.modules()
-            start = [START if branch == "selected" else -START for branch in config.branches]
+            start = [OPEN_LOGIT if branch == "selected" else -OPEN_LOGIT for branch in config.branches]
             last.bias.data.copy_(torch.tensor(start).repeat(branches.num_heads))
     if model.can_generate():
         converted.generation_config = deepcopy(model.generation_config)

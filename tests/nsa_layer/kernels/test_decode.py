@@ -19,7 +19,7 @@ from kernel_cases import faked, starts
 from nsa_layer import NSAConfig
 from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call, CallSpec, KVCache
 from nsa_layer.eager.pooling import compress
-from nsa_layer.kvcache.eager import attend as attend_in_pytorch
+from nsa_layer.kvcache.eager import attend_cached as attend_in_pytorch
 from nsa_layer.kvcache.eager import slots_of
 
 Tensor = torch.Tensor
