@@ -91,7 +91,7 @@ def check_call(
 def with_query_lengths(call: Call, max_seqlen_q: int | None, *, backend: str | None, validate: bool) -> Call:
     """`checks.with_lengths`: read, unless the kernels leave starts on the GPU and attend to all sequences at once."""
     capacity = call.cache.capacity
-    if not (validate or torch.compiler.is_compiling() or checks.lengths_known(backend, call.q, call.cu_seqlens)):
+    if not (validate or torch.compiler.is_compiling() or checks.host_reads(backend, call.q, call.cu_seqlens)):
         from nsa_layer.cute.kvcache import needs_host_lengths
 
         bounded = checks.with_lengths(call, max_seqlen_q, read=False, suffix="_q")

@@ -53,11 +53,6 @@ class CallSpec:
         """Lengths of the packed sequences' keys, or None for a batch."""
         return self.lengths if self.lengths_k is None else self.lengths_k
 
-    @property
-    def lengths_known(self) -> bool:
-        """True if the host knows all lengths: a batch, or packed sequences whose starts it has read."""
-        return self.bound is None
-
     def in_force(self) -> CallSpec:
         """The spec as it has to be computed now: deterministic where `torch.use_deterministic_algorithms` says so."""
         if self.config.deterministic or not torch.are_deterministic_algorithms_enabled():
@@ -176,6 +171,11 @@ class Call(NamedTuple):
     def packed(self) -> bool:
         """True if q is [total, Hq, D]."""
         return self.q.dim() == 3
+
+    @property
+    def lengths_known(self) -> bool:
+        """True if the host knows all lengths: of a batch, or of packed sequences whose starts it has read."""
+        return not self.packed or self.spec.lengths is not None
 
     @property
     def B(self) -> int:
@@ -305,7 +305,7 @@ class Signature(NamedTuple):
     def of(cls, call: Call, plan: Hashable = None, **more: bool) -> Signature:
         """The signature of a call."""
         spec, tensors = call.spec, call.by_name
-        if not spec.lengths_known and plan is not None:  # kernels for other lengths within these bounds are the same
+        if not call.lengths_known and plan is not None:  # kernels for other lengths within these bounds are the same
             total, keys = len(call.q), len(call.k)
             lengths_k = spec.lengths_k if call.cu_seqlens_k is None else (keys, 0)
             spec = replace(spec, lengths=(spec.bound, total - spec.bound), lengths_k=lengths_k, bound=None)

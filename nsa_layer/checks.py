@@ -195,7 +195,7 @@ def _check_nsa(
     sizes, layout = check_qkv(q, k, v, packed=packed)
     check_exclusive(call)
     spec = CallSpec(config, causal, check_scale(softmax_scale, sizes["D"]), listed=call.block_indices is not None)
-    read = validate or torch.compiler.is_compiling() or lengths_known(backend, q, call.cu_seqlens)
+    read = validate or torch.compiler.is_compiling() or host_reads(backend, q, call.cu_seqlens)
     call = with_lengths(call._replace(spec=spec), max_seqlen, read=read)
     if not packed:
         sizes["Tc"] = config.compressed_length(sizes["T"])
@@ -237,7 +237,7 @@ def check_selected(
         q_tile = tile_of_packed_lists(count, len(q), call.B)
     else:
         q_tile = tile_of_lists(count, q.shape[1:2])
-    read = validate or q_tile is None or torch.compiler.is_compiling() or lengths_known(backend, q, starts, starts_k)
+    read = validate or q_tile is None or torch.compiler.is_compiling() or host_reads(backend, q, starts, starts_k)
     config = ListConfig(block_size=block_size, window_size=0, deterministic=deterministic)
     spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=True, alone=True)
     call = with_lengths(call._replace(spec=spec), read=read)
@@ -312,7 +312,7 @@ def check_exclusive(call: Any) -> None:
             raise ValueError(f"{one} and {other} exclude each other, got both; pass one or neither")
 
 
-def lengths_known(backend: str | None, q: torch.Tensor, *starts: torch.Tensor | None) -> bool:
+def host_reads(backend: str | None, q: torch.Tensor, *starts: torch.Tensor | None) -> bool:
     """False if packed sequences' starts are on a GPU, where the kernels alone read them; the host reads others."""
     present = [x for x in starts if x is not None]
     kernels = backend == "cute" or (backend is None and support.has_kernels(q))

@@ -19,7 +19,7 @@ from nsa_layer.checks import (
     PACKED,
     check_starts,
     check_tensor,
-    lengths_known,
+    host_reads,
     require_config,
 )
 from nsa_layer.config import NSAConfig, require_bools, require_one_of, require_sizes
@@ -241,7 +241,7 @@ class NSAttention(Branches):
     ) -> dict[str, torch.Tensor]:
         """Compressed keys and values of the tokens k and v, this rank's."""
         if self.cp is None:
-            read = lengths_known(self.backend, q, cu_seqlens)
+            read = host_reads(self.backend, q, cu_seqlens)
             return compress_sequences(self.compressors(), k, v, cu_seqlens, read=read)
         lengths = None if cu_seqlens is None else whole_lengths(cu_seqlens, k, self.cp)
         shard = partial(compress_shard, lengths=lengths, cp=self.cp, config=self.config)

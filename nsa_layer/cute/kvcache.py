@@ -78,7 +78,7 @@ def step(call: Call, *, validate: bool = False, memory: MemoryPolicy = MemoryPol
         changes["cu_seqlens"] = starts
     call = call._replace(**changes) if changes else call
     few = supports(call)
-    if not call.spec.lengths_known and not few:  # nobody has checked starts: they lead to rows of q, whatever they are
+    if not call.lengths_known and not few:  # nobody has checked starts: they lead to rows of q, whatever they are
         call = call._replace(cu_seqlens=call.cu_seqlens.clamp(0, len(call.q)).cummax(0).values)
     chunk = None if few and not validate else _Chunk(call, memory)
     if validate:
@@ -199,7 +199,7 @@ class _Chunk:
     def parts(self) -> list[slice]:
         """Sequences that are attended to together: as many with queries as `WORKSPACE` holds copies of."""
         call, parts, first, attended = self.call, [], 0, 0
-        if call.spec.lengths_known and (copied := _bytes_copied(call)):
+        if call.lengths_known and (copied := _bytes_copied(call)):
             for b, T in enumerate(call.query_lengths):
                 if T and attended == max(1, WORKSPACE // copied):
                     parts.append(slice(first, b))

@@ -26,7 +26,7 @@ class Varlen(NamedTuple):
     """Lengths of a call's sequences. Starts are int32 [sequences + 1] on the GPU and end with the total.
 
     None, as totals, for a batch. Copies, or made of the caller's ``cu_seqlens``, which may be refilled at any time.
-    What is longest is a bound unless ``spec.lengths_known``.
+    What is longest is a bound unless ``call.lengths_known``.
 
     Attributes:
         cu_seqlens, cu_tiles, cu_row_tiles: of queries, of the selection's query tiles, and of tiles of 128 rows, where
@@ -61,7 +61,7 @@ class Varlen(NamedTuple):
         rows, kv_tile = call.q_heads_per_list, _kv_tile(spec)
         of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, ROWS - 1, ROWS)
         of_k = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)
-        if spec.lengths_known:
+        if call.lengths_known:
             starts = numbers_on((*_host_starts(spec.lengths, of_q), *_host_starts(lengths_k, of_k)), q.device)
         elif lengths_k is not None:
             starts = (*starts_of(call.cu_seqlens, of_q), *numbers_on(_host_starts(lengths_k, of_k), q.device))
@@ -88,7 +88,7 @@ def _first_positions(call: Call, varlen: Varlen) -> torch.Tensor | None:
         return None
     if q_offset is not None:
         return q_offset.contiguous()
-    if not spec.lengths_known:
+    if not call.lengths_known:
         return None if call.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
     of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
     return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]

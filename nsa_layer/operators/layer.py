@@ -17,7 +17,7 @@ from nsa_layer.checks import (
     check_compressed,
     check_lists,
     check_positions,
-    lengths_known,
+    host_reads,
     starts_of_lengths,
     with_lengths,
 )
@@ -54,7 +54,7 @@ def attend(
     if spec.lengths is not None:  # no second look at what may be on a GPU
         of_keys = None if call.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
-    elif (call.k_cmp is None) != (call.v_cmp is None) and not lengths_known(spec.backend, q, call.cu_seqlens):
+    elif (call.k_cmp is None) != (call.v_cmp is None) and not host_reads(spec.backend, q, call.cu_seqlens):
         # The kernels write as many rows of the other as cu_seqlens say, which the host cannot compare with this one's.
         rows = spec.config.compressed_capacity(k.shape[0])
         call = call.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
@@ -142,7 +142,7 @@ def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | 
     """The call that an operator computes; starts that the kernels read are left on the GPU."""
     call = Call(*tensors)
     call = call._replace(spec=static_spec(static, listed=call.block_indices is not None))
-    return with_lengths(call, bound, read=lengths_known(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))
+    return with_lengths(call, bound, read=host_reads(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))
 
 
 def _forward(*args: Any) -> tuple[Tensor | None, ...]:
@@ -157,19 +157,19 @@ def _forward(*args: Any) -> tuple[Tensor | None, ...]:
     q, spec = call.q, call.spec
     check_lists(call)
     check_compressed(call)
-    if call.alone and spec.lengths_known:
+    if call.alone and call.lengths_known:
         pairs = zip(spec.lengths or q.shape[1:2], spec.key_lengths or call.k.shape[1:2])
         check_positions(call.q_offset, tuple(pairs), causal=spec.causal)
     with torch.cuda.device_of(q):
         plan = plan_of(call, heads, budget, kept, needs_grad)
         o, saved = support.pages(spec.backend).forward(call, plan=plan, backward=needs_grad)
-    return o, *saved, *_copied_starts(call, spec.lengths_known)
+    return o, *saved, *_copied_starts(call, call.lengths_known)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     call, (*static, _, _, kept, _, _) = Call(*args[:INPUTS]), args[INPUTS:]
     call = call._replace(spec=static_spec(static, listed=call.block_indices is not None))
-    q, known = call.q, lengths_known(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k)
+    q, known = call.q, host_reads(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k)
     shapes = saved_shapes(call, kept=kept)
     saved = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
     starts = (q.new_empty(0) if x is None else x for x in _copied_starts(call, known, fake=True))
