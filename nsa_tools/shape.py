@@ -36,6 +36,7 @@ class Shape:
         own: branches' own keys and values, of `OWN_KEYS`.
         backward: backward too.
         lists: (heads, blocks) of ``block_indices``.
+        index: (heads of k_index, Di) for ``rule="index"``; index_loss: with its loss.
         keys: of a sequence, packed of all, where queries have an offset among them; lengths_k: of packed sequences.
         data: "random": every element of the inputs is drawn anew; "smooth": q and k change slowly along the sequence,
             so that neighbours choose about as many blocks together as those of a trained model.
@@ -57,6 +58,8 @@ class Shape:
     own: tuple[str, ...] = ()
     backward: bool = True
     lists: tuple[int, int] | None = None
+    index: tuple[int, int] | None = None
+    index_loss: bool = False
     keys: int | None = None
     lengths_k: tuple[int, ...] | None = None
     device: str = "cuda"
@@ -68,6 +71,9 @@ class Shape:
         tokens, keys = ((self.B, T) if self.lengths is None else (T,) for T in (self.T, S))
         sizes = dict(Hq=self.Hq, Hkv=self.Hkv, D=self.D, Dv=self.Dv, gate=self.gate, projected=self.projected)
         shapes, count = argument_shapes(tokens, keys, **sizes), self.config.compressed_length
+        if self.index is not None:
+            heads, Di = self.index
+            shapes |= dict(q_index=(*tokens, self.Hkv, Di), k_index=(*keys, heads, Di))
         blocks = (self.B, count(S)) if self.lengths is None else (sum(map(count, self.lengths_k or self.lengths)),)
         for name in self.own:
             shape = shapes[name[0]]
@@ -77,7 +83,8 @@ class Shape:
     def spec(self) -> CallSpec:
         """The static side of the call, as backends take it."""
         lengths = self.lengths, self.lengths_k
-        return CallSpec(self.config, self.causal, self.D**-0.5, *lengths, listed=self.lists is not None)
+        by_index = {} if self.index is None else dict(index_scale=self.index[1] ** -0.5, index_loss=self.index_loss)
+        return CallSpec(self.config, self.causal, self.D**-0.5, *lengths, listed=self.lists is not None, **by_index)
 
     def call(self) -> Call:
         """The call, without values, lists of the caller's and offsets of the queries included."""
@@ -116,6 +123,10 @@ class Shape:
         if self.data == "smooth":
             for name, (period, noise) in SMOOTH.items():
                 _smooth_(made[name], period, noise, generator)
+            if self.index is not None:  # as a model's projections start
+                heads, Di = self.index
+                made["q_index"] = made["q"].unflatten(-2, (self.Hkv, -1)).mean(-2)[..., :Di].contiguous()
+                made["k_index"] = made["k"][..., :heads, :Di].contiguous()
         return {name: x.requires_grad_() for name, x in made.items()}
 
     def output_gradient(self) -> torch.Tensor | None:
@@ -134,7 +145,8 @@ class Shape:
     def options(self) -> dict[str, object]:
         """The arguments of `nsa` beside tensors and backend."""
         policy = {} if self.policy == MemoryPolicy() else {"memory": self.policy}
-        return dict(config=self.config, **self.packing(), **policy)
+        loss = dict(return_index_loss=True) if self.index_loss else {}
+        return dict(config=self.config, **self.packing(), **policy, **loss)
 
     def dense_pairs(self) -> int:
         """Pairs of a query and a key, by which the time of dense attention grows."""

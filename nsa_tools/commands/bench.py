@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
     options = Options(
         backend,
-        variants=tuple(name for name in VARIANTS if name in args.variants),
+        variants=tuple(name for name in VARIANTS if name in args.variants and (name != "gated" or args.rule == "nsa")),
         graph=args.graph,
         repeats=args.repeats,
         dense_limit=args.dense_limit_seconds,

@@ -18,6 +18,7 @@ DEFAULTS = NSAConfig()
 CONFIG_OPTIONS = ("block_size", "block_counts", "q_tile", "window_size", "init_blocks", "local_blocks")
 # (query heads, key/value heads) of the documented measurements.
 PRESETS = {"A": (32, 8), "B": (64, 4)}
+RULES = ("nsa", "index")
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
@@ -109,6 +110,10 @@ def add_shape_options(parser: argparse._ActionsContainer, *, seqlen: list[int] |
         add("--dtype", "of q, k and v", choices=("fp16", "bf16"), default="bf16")
         parser.set_defaults(device="cpu")
     add("--deterministic", "of NSAConfig", action="store_true")
+    add("--rule", "of NSAConfig; index: by an index of tokens, the selected branch alone", choices=RULES, default="nsa")
+    add("--index-dim", "of q_index and k_index, with --rule index", type=count, default=32)
+    add("--one-key", "one index key for all key/value heads, with --rule index", action="store_true")
+    add("--index-loss", "with the index' loss, with --rule index", action="store_true")
     for name in CONFIG_OPTIONS:
         add("--" + name.replace("_", "-"), "of NSAConfig", type=int, default=getattr(DEFAULTS, name))
     add("--compress-size", "of NSAConfig (default: --block-size)", type=int)
@@ -130,7 +135,12 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
         ValueError: a size does not fit, or there is no such device.
     """
     named = (*CONFIG_OPTIONS, "compress_size", "compress_stride", "deterministic")
-    config = NSAConfig(**{name: getattr(args, name) for name in named})
+    if args.rule != "index" and (args.one_key or args.index_loss):
+        raise ValueError("--one-key and --index-loss are for --rule index")
+    values, index = {name: getattr(args, name) for name in named}, None
+    if args.rule == "index":
+        values |= dict(rule="index", branches=("selected",), q_tile=1)
+    config = NSAConfig(**values)
     device = usable_device(args.device)
     dtype = getattr(torch, DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")])
     named = zip((args.heads, args.kv_heads), PRESETS[args.shape])
@@ -143,7 +153,11 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
         raise ValueError(f"--packed is for sequences without a batch, got --batch {args.batch}")
     budget = None if args.budget is None else int(args.budget * (1 << 30))
     policy = MemoryPolicy(budget=budget, recompute=args.recompute)
-    what = dict(backward=args.mode == "both", gate="none" if getattr(args, "ungated", False) else "weight")
+    if args.rule == "index":
+        index = (1 if args.one_key else Hkv, args.index_dim)
+    ungated = index is not None or getattr(args, "ungated", False)
+    what = dict(backward=args.mode == "both", gate="none" if ungated else "weight", index=index)
+    what["index_loss"] = args.index_loss
     what |= dict(data=getattr(args, "data", "random"), config=config, policy=policy)
     static = dict(dtype=dtype, device=args.device, **sizes, **what)
     lengths = {T: None if args.packed is None else long_tailed(T, args.packed) for T in args.seqlen}

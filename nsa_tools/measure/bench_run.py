@@ -161,7 +161,7 @@ class Bench:
         made = []
 
         def attend(**inputs: torch.Tensor | bool) -> tuple[torch.Tensor, Aux]:
-            made.append(nsa(**inputs, **shape.options(), backend=self.options.backend))
+            made.append(nsa(**inputs, **replace(shape, index_loss=False).options(), backend=self.options.backend))
             return made[0]
 
         try:

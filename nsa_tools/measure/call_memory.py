@@ -10,7 +10,7 @@ import torch
 from nsa_layer.api import nsa
 from nsa_layer.cute.memory_plan import RESERVE, MemoryPlan, MemoryPolicy, plan_memory, predict
 from nsa_tools.measure.peak_memory import peak_bytes
-from nsa_tools.measure.timed_calls import is_out_of_memory
+from nsa_tools.measure.timed_calls import gradients, is_out_of_memory
 from nsa_tools.report.results import MEASURED, NO_MEMORY
 from nsa_tools.shape import Shape
 
@@ -50,9 +50,9 @@ class RepeatedCall:
     def call(self) -> None:
         """Forward, and backward with a do that counts."""
         with torch.set_grad_enabled(self.shape.backward):
-            o = self.attend(**self.inputs)
+            outputs = self.attend(**self.inputs)
         if self.shape.backward:
-            torch.autograd.grad(o, list(self.inputs.values()), torch.ones_like(o))
+            gradients(outputs, self.inputs, self.shape.output_gradient())
 
     def peak(self) -> int:
         """The call's peak, after one that compiled."""

@@ -15,6 +15,7 @@ from nsa_layer.api import nsa
 from nsa_layer.profiler_ranges import COMPONENTS, observed
 from nsa_tools.measure.kernel_trace import Kernel, record
 from nsa_tools.measure.peak_memory import OTHER
+from nsa_tools.measure.timed_calls import gradients
 from nsa_tools.measure.timing import lap_times
 from nsa_tools.shape import Shape
 
@@ -78,7 +79,7 @@ def profile(shape: Shape, backend: str, *, repeats: int) -> Profile:
 
     phases = {"forward": forward}
     if shape.backward:
-        phases["backward"] = lambda: torch.autograd.grad(kept.pop(), list(inputs.values()), do)
+        phases["backward"] = lambda: gradients(kept.pop(), inputs, do)
 
     def step(lap: Callable[[], None] = lambda: None) -> None:
         for number, call in enumerate(phases.values()):

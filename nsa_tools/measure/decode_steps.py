@@ -44,11 +44,17 @@ class DecodeRow:
 
 
 def step_bytes(shape: Shape) -> int:
-    """Bytes of keys and values that a step of the layer reads: compressed, selected, and the window's."""
-    config = shape.config
-    keys = config.compressed_length(shape.T) + min(shape.T, config.block_counts * config.block_size)
-    keys += min(shape.T, config.window_size)
-    return 2 * shape.B * shape.Hkv * keys * shape.D * shape.dtype.itemsize
+    """Bytes of keys and values that a step of the layer reads: its branches', and all keys of an index."""
+    config, of_index = shape.config, 0
+    of_branches = dict(
+        compressed=config.compressed_length(shape.T),
+        selected=min(shape.T, config.block_counts * config.block_size),
+        window=min(shape.T, config.window_size),
+    )
+    if shape.index is not None:
+        of_index = shape.T * shape.index[0] * shape.index[1]
+    keys = sum(of_branches[branch] for branch in config.branches)
+    return shape.B * (2 * shape.Hkv * keys * shape.D + of_index) * shape.dtype.itemsize
 
 
 def make_set(shape: Shape) -> dict:
@@ -58,11 +64,15 @@ def make_set(shape: Shape) -> dict:
     def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
         return torch.empty(*size, dtype=shape.dtype, device=shape.device).normal_(std=scale)
 
-    count, smaller = shape.config.compressed_length(T), shape.config.span**-0.5
     tensors = dict(q=draw(B, 1, Hq, D), k_cache=draw(B, T, Hkv, D), v_cache=draw(B, T, Hkv, D))
     tensors |= {name: draw(B, 1, Hkv, D) for name in "kv"}
-    tensors |= {f"{name}_cmp_cache": draw(B, count, Hkv, D, scale=smaller) for name in "kv"}
     tensors["cache_seqlens"] = torch.full((B,), T - 1, dtype=torch.int32, device=shape.device)
+    if shape.index is not None:
+        heads, Di = shape.index
+        tensors |= dict(q_index=draw(B, 1, Hkv, Di), k_index=draw(B, 1, heads, Di), k_index_cache=draw(B, T, heads, Di))
+        return tensors | dict(config=shape.config)
+    count, smaller = shape.config.compressed_length(T), shape.config.span**-0.5
+    tensors |= {f"{name}_cmp_cache": draw(B, count, Hkv, D, scale=smaller) for name in "kv"}
     return tensors | dict(gate_weight=draw(Hq, 3, D, scale=D**-0.5), config=shape.config)
 
 

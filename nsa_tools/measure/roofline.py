@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa_layer.config import BRANCHES
 from nsa_layer.kernels.union_lists.sizes import ROWS, words_of_entry
 from nsa_layer.support import reads_unions
 from nsa_tools.measure.timing import milliseconds
@@ -62,8 +63,9 @@ def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
 def visible_pairs(shape: Shape) -> dict[str, int]:
     """Pairs of a query and a key that a query head computes in each branch, over all sequences."""
     lengths = [shape.T] * shape.B if shape.lengths is None else shape.lengths
-    branches = (("cmp", _compressed), ("slc", _selected), ("swa", _window))[: shape.config.num_branches]
-    return {name: sum(count(length, shape) for length in lengths) for name, count in branches}
+    branches = zip(BRANCHES, (("cmp", _compressed), ("slc", _selected), ("swa", _window)))
+    of_call = [named for branch, named in branches if shape.config.computes(branch)]
+    return {name: sum(count(length, shape) for length in lengths) for name, count in of_call}
 
 
 def _compressed(T: int, shape: Shape) -> int:
@@ -104,14 +106,18 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     lists = tiles * s.Hkv * config.list_width(max(lengths)) * 4
     scores = sum(config.num_tiles(length) * config.num_blocks(length) for length in lengths) * s.Hq * s.D
     pairs, scored = visible_pairs(s), blocks * s.Hkv * s.D * FP32
-    means = kv_cmp + scored
-    if config.by_token:  # one more product of the compressed branch, with its rounded keys and its log-sum-exp
+    means, q_chooses = kv_cmp + scored, q
+    if s.index is not None:
+        heads, Di = s.index
+        scores = sum(length * (length + 1) // 2 for length in lengths) * s.Hkv * 2 * Di
+        q_chooses, scored = tokens * s.Hkv * Di * e, tokens * heads * Di * e
+    elif config.by_token:  # one more product of the compressed branch, with its rounded keys and its log-sum-exp
         scores, scored, means = 2 * pairs["cmp"] * s.Hq * s.D, blocks * s.Hkv * s.D * e + rows, kv_cmp
     keys = {"cmp": kv_cmp, "slc": kv, "swa": kv}
     floors = {
         ("compress", "forward"): Work(kv + means),
         ("compress", "backward"): Work(kv + kv_cmp),
-        ("choose", "forward"): Work(q + scored + lists, scores),
+        ("choose", "forward"): Work(q_chooses + scored + lists, scores),
         ("lists", "forward"): Work(2 * lists),
         ("lists", "backward"): Work(2 * lists),
         ("gate", "forward"): Work((1 + config.num_branches) * o + gated * q),

@@ -28,6 +28,14 @@ class Variant:
     do: torch.Tensor | None
 
 
+def gradients(
+    outputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor], inputs: dict[str, torch.Tensor], do: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Of o by do, and of an index' loss beside it; an index has none of o."""
+    o, *loss = outputs if isinstance(outputs, tuple) else (outputs,)
+    return torch.autograd.grad([o, *loss], list(inputs.values()), [do, *[None] * len(loss)], allow_unused=True)
+
+
 def forward_of(variant: Variant) -> Callable[[], torch.Tensor]:
     """Forward alone, without a graph for backward."""
     rotation = cycle(variant.sets)
@@ -47,9 +55,9 @@ class Step:
 
     def __call__(self, lap: Callable[[], None] = lambda: None) -> None:
         inputs = next(self.rotation)
-        o = self.variant.attend(**inputs)
+        outputs = self.variant.attend(**inputs)
         lap()
-        torch.autograd.grad(o, list(inputs.values()), self.variant.do)
+        gradients(outputs, inputs, self.variant.do)
 
     def take(self, device: str) -> dict[str, float]:
         """Milliseconds by direction; of forward only where it is not timed on its own."""
@@ -76,14 +84,15 @@ class Timer:
 def variants(shape: Shape, backend: str, *, sets: int) -> dict[str, Variant]:
     """Every variant by its name, on the same tensors."""
     inputs = [shape.inputs() for _ in range(sets)]
-    plain = [{name: given[name] for name in ("q", "k", "v")} for given in inputs]
+    alone = [{name: given[name] for name in ("q", "k", "v")} for given in inputs]
+    plain = [{name: x for name, x in given.items() if name != "gate_weight"} for given in inputs]
     do, options = shape.output_gradient(), shape.options()
 
     def sparse(**tensors: torch.Tensor) -> torch.Tensor:
         return nsa(**tensors, **options, backend=backend)
 
     dense = dense_attention(shape.device, shape.packing())
-    made = zip(VARIANTS, (dense, sparse, sparse), (plain, plain, inputs), strict=True)
+    made = zip(VARIANTS, (dense, sparse, sparse), (alone, plain, inputs), strict=True)
     return {name: Variant(name, attend, given, do) for name, attend, given in made}
 
 

@@ -1,6 +1,6 @@
 """The operator at sampled rows and keys, for lengths at which neither dense attention nor the quadratic reference runs.
 
-`rows` computes sampled queries of all three branches and the gate from q, k, v and the choice of blocks alone, and
+`rows` computes sampled queries of all branches and the gate from q, k, v and the choice of blocks alone, and
 their dq. `keys` computes dk and dv of sampled tokens: each sums over all queries that see it, which takes one pass over
 all queries with the LSE and the row sums of the call under test; `rows` checks these on its own sample.
 `choice_scores` has the scores that sampled tiles choose by. In fp64 all this is the truth; in the dtype of the inputs
@@ -20,17 +20,17 @@ from nsa_layer.config import NSAConfig
 from nsa_tools.testing.assertions import rounding_of_keys, rounding_of_scores
 
 ELEMENTS = 1 << 25  # of a chunk's largest matrix
-BRANCHES = ("cmp", "slc", "swa")
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One causal sequence and what was chosen for it, by the rule "nsa".
+    """One causal sequence and what was chosen for it, by the rules "nsa" and "index".
 
     Attributes:
         q, k, v, do: [T, Hq, D], [T, Hkv, D], [T, Hkv, Dv], [T, Hq, Dv]; do is None where only forward is checked.
         block_indices: int32 [M, Hkv, n], as `Aux` has them.
-        gate_weight: [Hq, 3, D], or None for 1/3 each.
+        gate_weight: [Hq, branches, D], or None for equal shares.
+        q_index, k_index: [T, Hkv, Di], [T, Hkv or 1, Di], for the rule "index", whose scale is Di ** -0.5.
     """
 
     q: torch.Tensor
@@ -41,6 +41,13 @@ class Sequence:
     softmax_scale: float
     do: torch.Tensor | None = None
     gate_weight: torch.Tensor | None = None
+    q_index: torch.Tensor | None = None
+    k_index: torch.Tensor | None = None
+
+    @property
+    def of_lse(self) -> float:
+        """The rounding of a stored LSE over that of a stored output."""
+        return torch.finfo(accumulation_dtype(self.q.dtype)).eps / torch.finfo(self.q.dtype).eps
 
     @property
     def group(self) -> int:
@@ -51,9 +58,9 @@ class Sequence:
         return slice(head * self.group, (head + 1) * self.group)
 
     def gates(self, q: torch.Tensor, heads: slice) -> torch.Tensor:
-        """[..., heads, 3] for q [..., heads, D]."""
+        """[..., heads, branches] for q [..., heads, D]."""
         weight = None if self.gate_weight is None else self.gate_weight[heads].to(q.dtype)
-        return reference.gate_values(q, weight)
+        return reference.gate_values(q, weight, branches=len(self.config.branches))
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,11 @@ class Rows:
 
     Attributes:
         o: [R, Hq, Dv].
-        lse: [3, R, Hq], natural, -inf where a row sees no key.
-        row_sums: [3, R, Hq], ``do . o_i`` of each branch before its gate; zeros without do.
+        lse: [branches, R, Hq], natural, -inf where a row sees no key.
+        row_sums: [branches, R, Hq], ``do . o_i`` of each branch before its gate; zeros without do.
         dq: [R, Hq, D], or None.
-        noise: [R], how far dq of a row moves for errors of ``do . o_i`` as large as its terms together; rounding of a
-            stored o_i makes eps of that.
+        noise: [R], how far dq of a row moves for errors of ``do . o_i`` as large as its terms together, and for what
+            `of_lse` says; rounding of a stored o_i and LSE makes eps of that.
         terms: [R], the largest ``norm(do * o_i)`` of a row.
     """
 
@@ -84,7 +91,7 @@ class Keys:
 
     Attributes:
         dk, dv: [K, Hkv, D], [K, Hkv, Dv].
-        d_gate_weight: [Hq, 3, D], the whole gradient, or None.
+        d_gate_weight: [Hq, branches, D], the whole gradient, or None.
         noise: [K], of dk, as in `Rows`.
     """
 
@@ -114,18 +121,18 @@ def rows(sequence: Sequence, tokens: torch.Tensor, *, dtype: torch.dtype) -> Row
 
 
 def _rows_of_head(s: Sequence, head: int, tokens: torch.Tensor, dtype: torch.dtype) -> tuple:
-    config, heads = s.config, s.queries(head)
-    k_cmp, v_cmp = (compressed(x[:, head], config=config, dtype=dtype).to(dtype) for x in (s.k, s.v))
+    config, heads, k_cmp = s.config, s.queries(head), ()
+    if "compressed" in config.branches:
+        k_cmp, v_cmp = (compressed(x[:, head], config=config, dtype=dtype).to(dtype) for x in (s.k, s.v))
     widest = max(s.group * len(k_cmp), s.block_indices.shape[2] * config.block_size * s.k.shape[2])
     parts = []
     for chunk in tokens.split(max(1, ELEMENTS // (2 * widest))):
         q = s.q[chunk, heads].to(dtype).requires_grad_(s.do is not None)
-        seen = [
-            (k_cmp[None], v_cmp[None], _compressed_visible(chunk, len(k_cmp), config)),
-            _selected_keys(s, head, chunk, dtype),
-            _window_keys(s, head, chunk, dtype),
-        ]
-        attended = [_attention(q, *keys, softmax_scale=s.softmax_scale) for keys in seen]
+        of_tokens, seen = (s, head, chunk, dtype), {}
+        if "compressed" in config.branches:
+            seen["compressed"] = (k_cmp[None], v_cmp[None], _compressed_visible(chunk, len(k_cmp), config))
+        seen |= dict(selected=_selected_keys(*of_tokens), window=_window_keys(*of_tokens))
+        attended = [_attention(q, *seen[branch], softmax_scale=s.softmax_scale) for branch in config.branches]
         parts.append(_row_results(s, q, attended, None if s.do is None else s.do[chunk, heads].to(dtype), heads))
     o, lse, row_sums, dq, noise, terms = zip(*parts)
     gradient = None if s.do is None else torch.cat(dq)
@@ -146,6 +153,8 @@ def _row_results(s: Sequence, q: torch.Tensor, attended: list, do: torch.Tensor 
     sizes = terms * g.detach().movedim(-1, 0)
     moved = sum((x.masked_fill(x == -torch.inf, 0) * size).sum() for x, size in zip(lses, sizes))
     noise = torch.autograd.grad(moved, q)[0].abs().amax((1, 2))
+    largest = lse.masked_fill(lse == -torch.inf, 0).abs().amax((0, 2))
+    noise += s.of_lse * largest * dq.to(noise.dtype).abs().amax((1, 2))  # all probabilities of a row by one factor
     return o.detach(), lse, torch.stack([x.sum(-1) for x in products]), dq, noise, terms.amax((0, 2))
 
 
@@ -195,19 +204,19 @@ def _gathered(s: Sequence, head: int, position: torch.Tensor, dtype: torch.dtype
 
 def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.SelectionScores, torch.Tensor]:
     """The scores in fp64 by which some tiles choose their lists, and how far rounding to fp32 may move each of them."""
-    s, config = sequence, sequence.config
+    s, config, by_index = sequence, sequence.config, sequence.config.rule == "index"
     T, l, N = len(s.q), config.block_size, config.num_blocks(len(s.q))
     first = tiles[:, None] * config.q_tile
     last = (first + config.q_tile - 1).clamp(max=T - 1)
     start = torch.arange(N, device=tiles.device) * l
     complete = start + l - 1 <= first
-    candidates = start <= last if config.chooses_own else complete
+    candidates = start <= last if config.chooses_own or by_index else complete
     forced = torch.zeros_like(complete)
     for row, t0, end in zip(forced, first[:, 0].tolist(), last[:, 0].tolist()):
         row[forced_blocks(range(t0 // l, end // l + 1), N, config, causal=True)] = True
     candidates, forced = candidates.unsqueeze(1), forced.unsqueeze(1)
     if config.by_token:
-        values, allowed = _token_scores(s, tiles, N)
+        values, allowed = (_index_scores if by_index else _token_scores)(s, tiles, N)
         return reference.SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced), allowed
     asked = [slice(max(0, t - config.q_tile + 1), t + 1) for t in first[:, 0].tolist()]
     asking = torch.stack([s.q[queries].double().mean(0) for queries in asked])  # [m, Hq, D]
@@ -250,14 +259,27 @@ def _token_scores(s: Sequence, tokens: torch.Tensor, blocks: int) -> tuple[torch
     return torch.stack(values, dim=1), torch.stack(allowed, dim=1)
 
 
+def _index_scores(s: Sequence, tokens: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_token_scores`, by the index: the largest score of a block's tokens, which a rounding moves by itself."""
+    config, scale, values, allowed = s.config, s.q_index.shape[-1] ** -0.5, [], []
+    eps, size = torch.finfo(accumulation_dtype(s.q_index.dtype)).eps, config.block_size
+    later = torch.arange(blocks * size, device=tokens.device) > tokens[:, None]
+    for head in range(s.q_index.shape[1]):
+        keys, asking = s.k_index[:, head % s.k_index.shape[1]].double(), s.q_index[tokens, head].double()
+        score = torch.nn.functional.pad(asking @ keys.mT * scale, (0, blocks * size - len(keys)))
+        values.append(score.masked_fill(later, -torch.inf).unflatten(-1, (blocks, size)).amax(-1))
+        allowed.append(torch.full_like(values[-1], 2 * rounding_of_scores(asking, keys, scale, eps)))
+    return torch.stack(values, dim=1), torch.stack(allowed, dim=1)
+
+
 def keys(
     sequence: Sequence, tokens: torch.Tensor, *, lse: torch.Tensor, row_sums: torch.Tensor, dtype: torch.dtype
 ) -> Keys:
     """dk and dv of the tokens `tokens`, and the gradient of gate_weight: one pass over all queries.
 
     Args:
-        lse: [3, Hq, T], the call's own.
-        row_sums: [3, T, Hq], ``do . o_i`` with the call's own o_i.
+        lse: [branches, Hq, T], the call's own.
+        row_sums: [branches, T, Hq], ``do . o_i`` with the call's own o_i.
     """
     s, heads = sequence, range(sequence.k.shape[1])
     dk, dv, d_weight, noise = zip(*(_KeyPass(s, head, tokens, dtype).run(lse, row_sums) for head in heads))
@@ -272,7 +294,7 @@ class _KeyPass:
         self.s, self.head, self.tokens, self.dtype = s, head, tokens, dtype
         self.acc, self.heads = accumulation_dtype(dtype), s.queries(head)
         config, device = s.config, tokens.device
-        Tc = config.compressed_length(len(s.q))
+        Tc = config.compressed_length(len(s.q)) if "compressed" in config.branches else 0
         # Token t is in the compressed keys (t - l) // d + 1 .. t // d, as far as there are such.
         reach = config.span // config.stride
         blocks = tokens[:, None] // config.stride - torch.arange(reach, device=device)
@@ -291,19 +313,21 @@ class _KeyPass:
     def run(self, lse: torch.Tensor, row_sums: torch.Tensor) -> tuple:
         """dk, dv [K, D], the head's share of d_gate_weight, and the noise of dk."""
         s, K, C = self.s, len(self.tokens), self.blocks.numel()
-        widths = (C if self.of_blocks else 0, K, K)
+        widths = [dict(compressed=C if self.of_blocks else 0).get(branch, K) for branch in s.config.branches]
         total = [[self._zeros(width, x.shape[2]) for x in (s.k, s.v, s.k)] for width in widths]
-        d_weight = torch.zeros(s.group, 3, s.q.shape[2], dtype=self.acc, device=s.q.device)
+        d_weight = torch.zeros(s.group, len(widths), s.q.shape[2], dtype=self.acc, device=s.q.device)
         generator = torch.Generator(s.q.device).manual_seed(0)
         for begin, end in _chunks(len(s.q), ELEMENTS // max(1, s.group * max(K, C, s.q.shape[2]))):
             q, do = (x[begin:end, self.heads].to(self.dtype).movedim(1, 0) for x in (s.q, s.do))  # [G, rows, D]
             g = s.gates(q.movedim(0, 1), self.heads).movedim(1, 0).to(self.acc)
-            sums = row_sums[:, begin:end, self.heads].to(self.acc).mT  # [3, G, rows]
+            sums = row_sums[:, begin:end, self.heads].to(self.acc).mT  # [branches, G, rows]
             if s.gate_weight is not None:
                 d_logit = sums.movedim(0, -1) * g * (1 - g)
                 d_weight += d_logit.mT @ q.to(self.acc)
             sign = torch.randint(0, 2, sums.shape[1:], generator=generator, device=s.q.device).to(self.acc) * 2 - 1
-            for i, (mine, seen) in enumerate(self._visible(begin, end)):
+            visible = dict(zip(("compressed", "selected", "window"), self._visible(begin, end)))
+            for i, branch in enumerate(s.config.branches):
+                mine, seen = visible[branch]
                 if widths[i]:
                     row = (g[..., i, None], lse[i, self.heads, begin:end].to(self.acc), sums[i])
                     self._add(total[i], q, do, *row, mine, seen, sign)
@@ -333,12 +357,14 @@ class _KeyPass:
         dv += _product(p.to(self.dtype), do)
         dp = (do @ v.mT).to(self.acc) - gate * row_sum[..., None]
         dk += _product((p * dp * scale).to(self.dtype), q)
-        noise += _product(p * (sign * row_sum.abs())[..., None] * gate * scale, q.to(self.acc))
+        moved = row_sum.abs()[..., None] * gate + self.s.of_lse * lse.abs()[..., None] * dp.abs()
+        noise += _product(p * sign[..., None] * moved.masked_fill(~seen, 0) * scale, q.to(self.acc))
 
     def _gradient(self, branches: list[torch.Tensor]) -> torch.Tensor:
-        """The three branches' sums over the group, the compressed one's taken back to tokens: [K, D]."""
-        of_block, *of_token = (x.to(self.dtype).to(self.acc).sum(0).to(self.dtype) for x in branches)
-        result = of_token[0] + of_token[1]
+        """The branches' sums over the group, the compressed one's taken back to tokens: [K, D]."""
+        of_token = [x.to(self.dtype).to(self.acc).sum(0).to(self.dtype) for x in branches]
+        of_block = of_token.pop(0) if "compressed" in self.s.config.branches else None
+        result = sum(of_token[1:], of_token[0]) if of_token else torch.zeros_like(self.of_tokens[0])
         if self.of_blocks is None:
             return result
         each = of_block.to(self.acc).unflatten(0, self.blocks.shape).masked_fill(~self.held[..., None], 0)

@@ -9,7 +9,7 @@ much larger than the others' that one limit for all would hide those.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from nsa_layer import reference
 from nsa_layer.api import nsa
 from nsa_layer.call import Aux, accumulation_dtype
+from nsa_layer.config import NSAConfig
 from nsa_layer.cute.chunked import token_slices
 from nsa_tools.shape import Shape
 from nsa_tools.testing import row_oracle
@@ -94,7 +95,7 @@ class _Part:
 
 def check(shape: Shape, backend: str, *, samples: Samples = Samples(), attend=nsa) -> Report:
     """Make one call of `nsa`, or of `attend` in its place, and judge its samples."""
-    attend = partial(attend, **shape.options(), backend=backend)
+    attend = partial(attend, **replace(shape, index_loss=False).options(), backend=backend)
     verdicts, peak = _verdicts(shape, attend, shape.inputs(), shape.output_gradient(), samples)
     return Report(shape.describe(), backend, tuple(verdicts), peak)
 
@@ -115,7 +116,7 @@ def _verdicts(
     inputs = {name: x.detach() for name, x in inputs.items()}
     if inputs["q"].is_cuda:
         torch.cuda.empty_cache()  # the call's large blocks, for the oracle's small ones
-    sums = None if do is None else row_sums_of(attend, inputs["q"], inputs["k"], inputs["v"], do)
+    sums = None if do is None else row_sums_of(attend, inputs, do, shape.config)
     for number, part in enumerate(parts):
         index = [x.to(shape.device) for x in (rows[number], keys[number])]
         found += _judge(shape, part, inputs, do, aux, sums, got[number], *index, samples.tiles)
@@ -131,7 +132,7 @@ def _call(attend, inputs: dict, do: torch.Tensor | None, parts: list[_Part], row
         o, aux = attend(**inputs, return_aux=True)
     got = [{"o": part.tokens(o.detach())[index]} for part, index in zip(parts, rows)]
     if do is not None:
-        grads = dict(zip(inputs, torch.autograd.grad(o, list(inputs.values()), do)))
+        grads = dict(zip(inputs, torch.autograd.grad(o, list(inputs.values()), do, allow_unused=True)))
         for name, index in (("q", rows), ("k", keys), ("v", keys)):
             for found, part, wanted in zip(got, parts, index):
                 found[f"d{name}"] = part.tokens(grads[name])[wanted]
@@ -141,20 +142,24 @@ def _call(attend, inputs: dict, do: torch.Tensor | None, parts: list[_Part], row
 
 
 @torch.no_grad()
-def row_sums_of(attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
-    """``do . o_i`` of every row, [3, B, T, Hq] or [3, total, Hq], with the o_i of the backend under test.
+def row_sums_of(attend, inputs: dict[str, torch.Tensor], do: torch.Tensor, config: NSAConfig) -> torch.Tensor:
+    """``do . o_i`` of every row, [branches, B, T, Hq] or [branches, total, Hq], with the o_i of the backend under test.
 
     One key/value head and one branch at a time, the branch that alone has a gate: no o_i is whole in memory.
     """
-    Hkv, G = k.shape[-2], q.shape[-2] // k.shape[-2]
-    sums = torch.empty(3, *q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
+    q, count = inputs["q"], len(config.branches)
+    Hkv, G = inputs["k"].shape[-2], q.shape[-2] // inputs["k"].shape[-2]
+    sums = torch.empty(count, *q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
     for head in range(Hkv):
-        heads, own = slice(head * G, (head + 1) * G), slice(head, head + 1)
-        tensors = [x.contiguous() for x in (q[..., heads, :], k[..., own, :], v[..., own, :])]
-        for i in range(3):
-            gates = torch.zeros(*q.shape[:-2], G, 3, dtype=q.dtype, device=q.device)
+        heads = slice(head * G, (head + 1) * G)
+        tensors = {name: x[..., head : head + 1, :].contiguous() for name, x in inputs.items() if name != "gate_weight"}
+        tensors["q"] = q[..., heads, :].contiguous()
+        if "k_index" in tensors and inputs["k_index"].shape[-2] == 1:
+            tensors["k_index"] = inputs["k_index"]
+        for i in range(count):
+            gates = torch.zeros(*q.shape[:-2], G, count, dtype=q.dtype, device=q.device)
             gates[..., i] = 1
-            o_i = attend(*tensors, gates=gates)
+            o_i = attend(**tensors, **dict(gates=gates) if count > 1 else {})
             for total, do_part, o_part in token_slices(sums[i, ..., heads, None], do[..., heads, :], o_i):
                 total[..., 0] = (do_part.to(sums.dtype) * o_part).sum(-1)
     return sums
@@ -176,8 +181,10 @@ def _judge(
     q, k, v = (part.tokens(inputs[name]) for name in ("q", "k", "v"))
     lists = part.lists(aux.block_indices, config.num_tiles(part.T))
     options = dict(do=None if do is None else part.tokens(do), gate_weight=inputs.get("gate_weight"))
+    options |= {name: part.tokens(inputs[name]) for name in ("q_index", "k_index") if name in inputs}
     sequence = row_oracle.Sequence(q, k, v, lists, config, scale, **options)
-    lse = torch.stack([part.tokens(x, dim=-1) for x in (aux.lse_cmp, aux.lse_slc, aux.lse_swa)])
+    lses = dict(compressed=aux.lse_cmp, selected=aux.lse_slc, window=aux.lse_swa)
+    lse = torch.stack([part.tokens(lses[branch], dim=-1) for branch in config.branches])
     # Nothing finer than fp64 measures its error: it is that of fp32, scaled.
     double = shape.dtype == torch.float64
     coarse = torch.float32 if double else shape.dtype

@@ -53,6 +53,11 @@ RIGHT += [
     for config in (CONFIG, BY_TOKEN)
     for changes in (dict(init_blocks=0, local_blocks=0), dict(init_blocks=2, local_blocks=4), dict(window_size=0))
 ]
+BY_INDEX = BY_TOKEN.replace(rule="index", branches=("selected",))
+RIGHT += [
+    dict(config=BY_INDEX, gate="none", index=index, dtype=dtype)
+    for index, dtype in (((2, 16), DTYPES[0]), ((1, 32), DTYPES[1]))
+]
 RIGHT += [dict(B=2, T=100), dict(lengths=(90, 1, 200, 9)), dict(backward=False)]
 
 

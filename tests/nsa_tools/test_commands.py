@@ -131,8 +131,16 @@ def test_bad_arguments_are_named(run: Run, change: str, message: str, capsys: py
     assert message in refused(run, [*TINY, change], capsys)
 
 
+@pytest.mark.parametrize("run", [bench.main, check.main, memory.main, profile.main])
+def test_an_index_is_taken_by_every_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    more = dict.fromkeys([bench.main, profile.main], ["--repeats=1"]) | {check.main: ["--dtype=bf16"]}
+    assert run([*TINY, "--rule=index", "--one-key", "--index-dim=8", "--index-loss", *more.get(run, [])]) == 0
+    assert "WRONG" not in capsys.readouterr().out
+
+
 UNFIT = {
     bench.main: {
+        "--one-key": "--one-key and --index-loss are for --rule index",
         "--graph": "--graph needs a GPU",
         "--repeats=0": "argument --repeats: must be at least 1",
         "--packed=2 --batch=2": "--packed is for sequences without a batch",

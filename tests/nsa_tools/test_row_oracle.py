@@ -9,12 +9,14 @@ import torch
 
 from nsa_layer import NSAConfig, reference
 from nsa_layer.call import Call
+from nsa_layer.config import BRANCHES
 from nsa_tools.testing import row_oracle
 from nsa_tools.testing.assertions import assert_sequence_choice
 from nsa_tools.testing.cases import Case, Inputs, Result, make_inputs, run
 
 SMALL = dict(block_size=8, block_counts=4, q_tile=16, window_size=11)
 BY_TOKEN = dict(q_tile=1, compress_size=12, compress_stride=4)
+BY_INDEX = NSAConfig(**SMALL | dict(q_tile=1), rule="index", branches=("selected",))
 CASES = {
     "gated": Case(T=150, config=NSAConfig(**SMALL)),
     "equal shares": Case(T=150, config=NSAConfig(**SMALL), gate="none"),
@@ -25,6 +27,10 @@ CASES = {
     "nothing forced": Case(T=150, config=NSAConfig(**SMALL, init_blocks=0, local_blocks=0)),
     "more forced": Case(T=150, config=NSAConfig(**SMALL | dict(q_tile=1), init_blocks=3, local_blocks=2)),
     "no window": Case(T=150, config=NSAConfig(**SMALL | dict(window_size=0))),
+    "by an index": Case(T=150, config=BY_INDEX, gate="none", index_dim=16),
+    "by an index of one key, with a window": Case(
+        T=131, config=BY_INDEX.replace(branches=("selected", "window")), index_dim=32, one_key=True
+    ),
     "no block": Case(T=5, config=NSAConfig(**SMALL)),
     "one token": Case(T=1, config=NSAConfig(**SMALL), Hq=2, Hkv=1),
 }
@@ -32,7 +38,8 @@ CASES = {
 
 def sequence_of(inputs: Inputs, block_indices: torch.Tensor) -> row_oracle.Sequence:
     """The one sequence of a batch of one."""
-    tensors = {name: getattr(inputs, name)[0] for name in ("q", "k", "v", "do")}
+    names = ("q", "k", "v", "do", *("q_index", "k_index") * (inputs.case.index_dim > 0))
+    tensors = {name: getattr(inputs, name)[0] for name in names}
     static = dict(config=inputs.case.config, softmax_scale=inputs.case.spec.softmax_scale)
     return row_oracle.Sequence(**tensors, block_indices=block_indices[0], gate_weight=inputs.gate_weight, **static)
 
@@ -45,8 +52,9 @@ def truth(case: Case) -> tuple[Inputs, Result, torch.Tensor]:
     return inputs, result, torch.stack([(inputs.do * o).sum(-1)[0] for o, _ in branches.values()])
 
 
-def lses(result: Result) -> torch.Tensor:
-    return torch.stack([result.aux.lse_cmp[0], result.aux.lse_slc[0], result.aux.lse_swa[0]])
+def lses(result: Result, config: NSAConfig) -> torch.Tensor:
+    of = dict(zip(BRANCHES, (result.aux.lse_cmp, result.aux.lse_slc, result.aux.lse_swa)))
+    return torch.stack([of[branch][0] for branch in config.branches])
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +70,7 @@ def test_rows_are_the_reference(case: Case) -> None:
     rows = row_oracle.rows(sequence_of(inputs, result.aux.block_indices), tokens, dtype=torch.float64)
     torch.testing.assert_close(rows.o, result.o[0, tokens])
     torch.testing.assert_close(rows.dq, result.grads["q"][0, tokens])
-    torch.testing.assert_close(rows.lse.mT, lses(result)[:, :, tokens])
+    torch.testing.assert_close(rows.lse.mT, lses(result, case.config)[:, :, tokens])
     torch.testing.assert_close(rows.row_sums, row_sums[:, tokens])
 
 
@@ -71,7 +79,7 @@ def test_keys_are_the_reference(case: Case) -> None:
     inputs, result, row_sums = truth(case)
     tokens = torch.randperm(case.T, generator=torch.Generator().manual_seed(2))[: max(1, case.T // 2)]
     sequence = sequence_of(inputs, result.aux.block_indices)
-    keys = row_oracle.keys(sequence, tokens, lse=lses(result), row_sums=row_sums, dtype=torch.float64)
+    keys = row_oracle.keys(sequence, tokens, lse=lses(result, case.config), row_sums=row_sums, dtype=torch.float64)
     torch.testing.assert_close(keys.dk, result.grads["k"][0, tokens])
     torch.testing.assert_close(keys.dv, result.grads["v"][0, tokens])
     if case.gate == "weight":
@@ -90,7 +98,7 @@ def test_in_half_precision_it_errs_as_the_reference_does(name: str) -> None:
     tokens, sequence = torch.arange(case.T), sequence_of(inputs, choice)
     rows = row_oracle.rows(sequence, tokens, dtype=torch.bfloat16)
     sums = row_oracle.rows(sequence, tokens, dtype=torch.float64).row_sums
-    keys = row_oracle.keys(sequence, tokens, lse=lses(true), row_sums=sums, dtype=torch.bfloat16)
+    keys = row_oracle.keys(sequence, tokens, lse=lses(true, case.config), row_sums=sums, dtype=torch.bfloat16)
     for name, mine, of in [("o", rows.o, "o"), ("q", rows.dq, "dq"), ("k", keys.dk, "dk"), ("v", keys.dv, "dv")]:
         exactly = true.tensors()[of][0]
         error = float((mine.double() - exactly).norm())
@@ -99,7 +107,7 @@ def test_in_half_precision_it_errs_as_the_reference_does(name: str) -> None:
         assert expected / 1.2 <= error <= 1.4 * expected, (name, error, expected)
 
 
-@pytest.mark.parametrize("name", ["gated", "overlap", "by token, other sizes", "no block", "one token"])
+@pytest.mark.parametrize("name", ["gated", "overlap", "by token, other sizes", "by an index", "no block", "one token"])
 def test_the_choice_of_some_tiles_is_checked(name: str) -> None:
     case = CASES[name]
     inputs, result, _ = truth(case)
