@@ -15,6 +15,8 @@ PACKED = dict(packed=PACK, lists="both")
 # More than multiprocessors, and than tiles of all others.
 MANY = tuple((i * 7 % 50, i * 11 % 140) for i in range(400))
 
+SHORT = Case(D=64, T_q=100, T_k=700, lists="both", list_heads=4, deterministic=True)  # some heads list nothing
+WITHOUT_PLAN = PACKED | dict(deterministic=True)
 SM90 = [
     Case(T_q=512, T_k=512),
     Case(D=128, causal=True),
@@ -39,6 +41,7 @@ SM90 = [
     Case(**LONG, causal=True, lists="both", list_heads=2, block=(64, 64)),
     Case(**LONG, Hkv=4, causal=True, lists="no full", plan=3),
     Case(T_q=1, lists="both", deterministic=True),
+    SHORT,
     Case(**LONG, Hkv=4, mask_mod="thirds", lists="both", block=(192, 128)),
     Case(**LONG, lists="both", block=(256, 128)),
     Case(**LONG, causal=True, lists="both", list_heads=2, block=(128, 64), pack_gqa=False),
@@ -110,6 +113,12 @@ SM90 = [
     Case(D=128, Hkv=1, packed=PACK, window=(200, 0), lists="both", form="stacked", list_heads=4),
     Case(D=128, Hkv=1, packed=PACK, window=(200, 0), lists="both", form="shared", list_heads=4),
     Case(D=128, packed=PACK, causal=True, lists="no full", form="ragged", block=(128, 64)),
+    Case(D=128, causal=True, form="compact", **WITHOUT_PLAN),
+    Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, launch="right to left", **WITHOUT_PLAN),
+    Case(D=64, form="compact", Hkv=4, list_heads=4, **WITHOUT_PLAN),
+    Case(D=128, causal=True, form="stacked", list_heads=2, launch="right to left", **WITHOUT_PLAN),
+    Case(D=64, mask_mod="thirds", form="stacked", list_heads=4, block=(128, 64), **WITHOUT_PLAN),
+    Case(D=128, list_heads=4, **WITHOUT_PLAN),
 ]
 # What only tiles of 256 queries and pairs of CTAs have.
 ONLY_SM100 = [

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from fa_catalogue import PACKED
+from fa_catalogue import SM90
 from fa_compile import Worker, in_order, noted
-from fa_reference import assert_alike, assert_call_repeats
 
 from flash_attn.cute.block_lists import packed_write_order
 from flash_attn.cute.lists.backward_plan import plan_backward
@@ -17,15 +16,8 @@ from fuzz.case import Attention as Case
 from fuzz.case import Packed
 from fuzz.properties.lists import plan_of_packs
 
-WITHOUT_PLAN = PACKED | dict(deterministic=True, launch="right to left")
-ORDERED = [
-    Case(D=128, causal=True, form="compact", **WITHOUT_PLAN),
-    Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, **WITHOUT_PLAN),
-    Case(D=64, form="compact", Hkv=4, list_heads=4, **WITHOUT_PLAN),
-    Case(D=128, causal=True, form="stacked", list_heads=2, **WITHOUT_PLAN),
-    Case(D=64, mask_mod="thirds", form="stacked", list_heads=4, block=(128, 64), **WITHOUT_PLAN),
-]
-PADDED_LISTS = Case(D=128, form="padded", list_heads=4, **WITHOUT_PLAN)
+WITHOUT_PLAN = [case for case in SM90 if case.packed and case.deterministic and not case.plan]
+STACKED = [case for case in WITHOUT_PLAN if case.form == "stacked"]
 
 
 def compile_ordered(case: Case, in_use: bool) -> set[int]:
@@ -49,14 +41,15 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     return set(visited)
 
 
-@pytest.mark.parametrize("case", [*ORDERED[1:], PADDED_LISTS], ids=str)
+@pytest.mark.parametrize("case", WITHOUT_PLAN, ids=str)
 def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
     """The kernel loops over one ragged list for every form, but padded lists as they are."""
-    assert compiler_sm90.trace(compile_ordered, case, case is ORDERED[-1]) == {4 if case is PADDED_LISTS else 1}
+    found = compiler_sm90.trace(compile_ordered, case, case is STACKED[-1])
+    assert found == {4 if case.form == "padded" else 1}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "plan"), in_order(ORDERED[3:], 0, 2), ids=str)
+@pytest.mark.parametrize(("case", "plan"), in_order(STACKED, 0, 2), ids=str)
 def test_stacked_lists_give_the_bits_of_ragged_ones(case: Case, plan: int) -> None:
     case = replace(case, plan=plan)
     x = make_inputs(case)
@@ -65,17 +58,6 @@ def test_stacked_lists_give_the_bits_of_ragged_ones(case: Case, plan: int) -> No
     lists = [backward_lists(form) for form in forms]
     got, expected = (backward(case, x, o, lse, each) for each in lists)
     assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("case", "spt"), in_order(ORDERED, False, True), ids=str)
-def test_semaphore_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
-    """In one pass without a plan: the default's gradients up to the order of the adds, and the same bits each time."""
-    case = replace(case, launch="right to left" if spt else "left to right")
-    x = make_inputs(case)
-    o, lse = forward(case, x)
-    assert_alike(backward(case, x, o, lse), backward(replace(case, deterministic=False), x, o, lse))
-    assert_call_repeats(lambda: backward(case, x, o, lse), 20)
 
 
 def packed_backward(form: str, **more: Any) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fa_catalogue import SM90
+from fa_catalogue import SHORT, SM90
 from fa_compile import Worker, compile_backward, kernel_fields, noted, on_cpu, only_hosts, operations_around
 from fa_compress import KINDS as COMPRESSED
 from fa_compress import with_edges
 from fa_cubin import machine_code
-from fa_reference import assert_bits_repeat, assert_case
+from fa_reference import assert_bits_repeat
 from test_query_offset import KINDS as OFFSETS
 from test_query_offset import with_edges as with_offsets
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -235,7 +235,6 @@ def test_bits_repeat_at_edges(kind: Case) -> None:
         assert_bits_repeat(case, 3)
 
 
-SHORT = Case(D=64, T_q=100, T_k=700, lists="both", list_heads=4, deterministic=True)
 CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=True)
 
 
@@ -308,12 +307,7 @@ def test_a_semaphore_is_waited_for_and_passed_on(compiler_sm100: Worker, head: i
 
 
 def test_some_heads_list_nothing() -> None:
-    """The case of the next test."""
+    """Of a case of the catalogue, whose numbers `test_cases.py` looks at."""
     listed, _ = tables(replace(SHORT, block=(128, 128)))[0]
     empty = ~listed.any(1)
     assert (empty[::2] & ~empty[1::2]).any(), "of one group"
-
-
-@pytest.mark.gpu
-def test_numbers() -> None:
-    assert_case(SHORT)

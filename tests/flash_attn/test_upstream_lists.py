@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, compile_backward, compile_forward
+from fa_compile import Worker, built_kernels, compile_backward, compile_forward
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuzz.attention_lists import backward_lists, forward_lists
@@ -39,15 +39,10 @@ BACKWARD = [
 
 def call_changed(case: Case, number: int) -> None:
     """A forward or a deterministic backward with changed lists; in a worker, which makes no kernel."""
-    from flash_attn.cute import interface
-
     lists = backward_lists(case)._replace(passes=1) if case.deterministic else forward_lists(case)
     changes = (BACKWARD if case.deterministic else FORWARD)[number]
     lists = lists._replace(**{name: change(getattr(lists, name)) for name, change in changes.items()})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface.cute, "compile", lambda *args, **options: None)
-        for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, interface._bwd_preprocess):
-            patch.setattr(function, "compile_cache", {})
+    with built_kernels():
         (compile_backward if case.deterministic else compile_forward)(case, lists=lists)
 
 
