@@ -60,12 +60,6 @@ def test_nested_tensors_are_named(layout: torch.layout, autocast: bool) -> None:
                 layer(x, cu_seqlens=None if x.is_nested else nested(dtype=torch.int32))
 
 
-def test_options_are_keyword_only() -> None:
-    arguments = batch("cpu")
-    with pytest.raises(TypeError):
-        nsa(arguments["q"], arguments["k"], arguments["v"], arguments["config"])
-
-
 def test_a_graph_asserts_numbers() -> None:
     q, k = torch.zeros(40, 4, 8), torch.zeros(55, 2, 8)
     starts, of_keys = starts_of((0, 17, 23)), starts_of((9, 11, 35))

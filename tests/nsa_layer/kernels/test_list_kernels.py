@@ -315,7 +315,6 @@ def made_of_tiles(case: Case, lists: torch.Tensor) -> tuple:
 
 
 def both_lists(case: Case, lists: torch.Tensor) -> tuple:
-    """Forward and backward lists of the choice, by the kernels."""
     from nsa_layer.kernels.block_lists.make import backward_lists, forward_lists
 
     T, rows = max(case.lengths), {}
@@ -383,7 +382,6 @@ def test_kernels_of_block_lists_are_traced(compiler: Worker, case: Case) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", TILES, ids=lambda case: f"{case}"[:100])
 def test_block_lists_are_those_of_pytorch(case: Case) -> None:
-    """Every row and item, in order, is that of PyTorch."""
     from flash_attn.cute.block_lists import transpose_lists
     from flash_attn.cute.lists.backward_plan import plan_backward
 
