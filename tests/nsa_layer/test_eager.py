@@ -70,13 +70,16 @@ def shrink_chunks(patch: pytest.MonkeyPatch, attention: int, scores: int, pairs:
     patch.setattr(list_attention, "CPU_PAIRS", pairs)
 
 
-@pytest.mark.parametrize("config, causal", [(SMALL, True), (SMALL, False), (OVERLAP, True)])
-def test_chunks_of_one_query(monkeypatch: pytest.MonkeyPatch, config: NSAConfig, causal: bool) -> None:
+CHUNKED = Case(B=2, T=70, dtype=torch.float64, config=SMALL, compress_weights=True)
+OF_INDEX = dict(config=TOKENS.replace(rule="index"), index_dim=16, lengths=(40, 0, 1, 129))
+
+
+@pytest.mark.parametrize("changes", [{}, dict(causal=False), dict(config=OVERLAP), OF_INDEX], ids=str)
+def test_chunks_of_one_query(monkeypatch: pytest.MonkeyPatch, changes: dict) -> None:
     """A budget that nothing fits still gives the same operator."""
     shrink_chunks(monkeypatch, 1, 1, 1)
     monkeypatch.setattr(list_attention, "TILE", 3)
-    case = Case(B=2, T=70, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
-    assert_close_to_reference(case, "eager")
+    assert_close_to_reference(replace(CHUNKED, **changes), "eager")
 
 
 @pytest.mark.parametrize(("q_tile", "share"), [(64, 16), (1, 3)])

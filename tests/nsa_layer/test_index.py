@@ -13,7 +13,6 @@ from fuzz.properties.layer import assert_forward_causal
 from nsa_layer import ContextParallel, NSAConfig, nsa, reference
 from nsa_layer.call import Call, loss_of_sums
 from nsa_layer.config import BRANCHES
-from nsa_layer.eager import list_attention, select_blocks
 from nsa_layer.eager.backward import backward
 from nsa_layer.eager.forward import forward
 from nsa_tools.testing.assertions import assert_close_to_reference
@@ -100,13 +99,6 @@ def test_a_tie_goes_to_the_first_token_and_the_smaller_block() -> None:
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_later_tokens_change_nothing(backend: str) -> None:
     assert_forward_causal(OPERATOR["all branches"], backend, 77)
-
-
-def test_chunks_of_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select_blocks, "CPU_SCORE_BUDGET", 1)
-    monkeypatch.setattr(list_attention, "CPU_PAIRS", 1)
-    monkeypatch.setattr(list_attention, "TILE", 3)
-    assert_close_to_reference(OPERATOR["packed"], "eager")
 
 
 def test_it_is_dense_attention_where_all_blocks_are_listed() -> None:
