@@ -49,7 +49,7 @@ faults(
      "Columns without a token have the softmax of nothing.",
      instead(lambda original, packing, x: original(packing, x).masked_fill(
          original(packing, torch.ones_like(x)) <= 0, float("nan")))),
-    ("option dropped", f"{ATTENTION}:_check_options", "models.settings",
+    ("option dropped", f"{ATTENTION}:check_options", "models.settings",
      "Options that sparse attention lacks are dropped.", always(None)),
     ("gates not reset", "nsa_layer.branches:EqualGates.reset_parameters", "models.start",
      "Gates start as any other layer does.", lambda original: torch.nn.Linear.reset_parameters),

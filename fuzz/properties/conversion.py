@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def conversion_refuses_what_it_cannot_keep(case: Prompt) -> None:
     model = dense_model(case, **windows)
     attention = model.model.layers[0].self_attn
     if case.change == "quantizer":
-        model.hf_quantizer = object()
+        model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="awq"))
     elif case.change == "offloaded":
         attention._hf_hook = object()
     elif case.change == "adapter":
