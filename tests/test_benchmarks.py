@@ -22,6 +22,7 @@ import context_parallel as ranks  # noqa: E402
 import kernels_alone  # noqa: E402
 import layer_turns  # noqa: E402
 import recall  # noqa: E402
+import recall_pairs  # noqa: E402
 import tree_calls  # noqa: E402
 
 
@@ -91,6 +92,19 @@ def test_trained_lists_are_of_earlier_blocks_and_alike_among_neighbours() -> Non
     known = torch.zeros(T, 2 + T // size).scatter_(1, (lists[0, :, 0] + 1).long(), 1.0)[2000:, 1:]
     next_one, far = ((known[m:] * known[:-m]).sum(-1).mean() / n for m in (1, 500))
     assert next_one > 0.9 and far < 0.5
+
+
+def test_pairs_are_asked_for_by_their_keys() -> None:
+    """Each value stands behind its key, at an even position, and is asked for four times in the last quarter."""
+    T, pairs, size = 1024, 48, recall_pairs.SYMBOLS
+    for sequence, wanted in zip(*recall_pairs.draw(T, 3, pairs, torch.Generator().manual_seed(0))):
+        slots = (sequence[: T * 3 // 4] < size).nonzero().flatten()
+        assert len(slots) == pairs and not (slots % 2).any()
+        values = dict(zip(sequence[slots].tolist(), sequence[slots + 1].tolist()))
+        asked = (wanted >= 0).nonzero().flatten()
+        assert len(values) == pairs and len(asked) == 4 * pairs and asked.min() >= T * 3 // 4
+        assert [values[key] for key in sequence[asked].tolist()] == wanted[asked].tolist()
+        assert ((sequence >= 2 * size).sum() == T - 6 * pairs) and sequence.max() < 3 * size
 
 
 def test_recall_asks_for_each_pair_once() -> None:
