@@ -164,8 +164,8 @@ class Call(NamedTuple):
 
     @property
     def one_branch(self) -> bool:
-        """True if the output is that of the selected branch: alone, or without gates."""
-        return self.alone or self.config.branches == ("selected",) and self.gate == "none"
+        """True if the output is that of the selected branch: there is no other, nor a gate."""
+        return self.config.branches == ("selected",) and self.gate == "none"
 
     @property
     def packed(self) -> bool:
@@ -188,6 +188,12 @@ class Call(NamedTuple):
     def query_lengths(self) -> tuple[int, ...] | None:
         """Queries of each sequence; None: the GPU alone knows them."""
         return self.spec.lengths if self.packed else (self.q.shape[1],) * self.q.shape[0]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Position of each sequence's first query among its keys, where its queries are the last ones."""
+        of_k = self.spec.key_lengths or (self.k.shape[1],) * self.B
+        return tuple(S - T for T, S in zip(self.query_lengths, of_k, strict=True))
 
     @property
     def longest(self) -> int:

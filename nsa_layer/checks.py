@@ -238,7 +238,7 @@ def check_selected(
     else:
         q_tile = tile_of_lists(count, q.shape[1:2])
     read = validate or q_tile is None or torch.compiler.is_compiling() or host_reads(backend, q, starts, starts_k)
-    config = ListConfig(block_size=block_size, window_size=0, deterministic=deterministic)
+    config = ListConfig(block_size=block_size, deterministic=deterministic)
     spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=True, alone=True)
     call = with_lengths(call._replace(spec=spec), read=read)
     if q_tile is None:

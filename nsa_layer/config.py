@@ -236,8 +236,12 @@ class NSAConfig:
         return cls(**new)
 
 
+@dataclass(frozen=True, kw_only=True)
 class ListConfig(NSAConfig):
-    """Options of `selected_attention`, whose tiles need not fit blocks, and which has no other branch."""
+    """Options of `selected_attention`: of one branch, whose tiles need not fit blocks."""
+
+    window_size: int = 0
+    branches: tuple[str, ...] = ("selected",)
 
     def _check_tile(self) -> None:
         pass

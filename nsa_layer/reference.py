@@ -381,9 +381,6 @@ def _attend_sequence(call: Call, width: int, q_offset: int) -> tuple[Any, ...]:
     spec, config, T, S = call.spec, call.config, q.shape[0], k.shape[0]
     scale = dict(softmax_scale=spec.softmax_scale)
     static = dict(config=config, causal=spec.causal, q_offset=q_offset)
-    if call.alone:
-        o, lse = attention(q, k, v, selected_mask(block_indices, T, **static, S=S), **scale)
-        return {SELECTED: (o, lse)}, block_indices, None, None
     found, listed_scores, sums = {}, None, None
     if "compressed" in config.branches:
         k_cmp = compress(k, call.compress_k_weight, config=config) if k_cmp is None else k_cmp

@@ -18,8 +18,6 @@ def saved_shapes(call: Call, *, kept: Sequence[bool]) -> Saved:
     (q, k, v), spec, config, lead = call[:3], call.spec, call.config, call.q.shape[:-3]
     Hkv, D, Dv, exactly, whole = k.shape[-2], q.shape[-1], v.shape[-1], accumulation_dtype(q.dtype), torch.int32
     lse = (lse_shape(q), exactly)
-    if call.alone:
-        return Saved(lse_slc=lse)
     tiles = config.num_tiles(q.shape[-3], call.B if call.packed else 1)
     of_lists = (*lead, tiles, q.shape[-2] if config.rule == "seed" else Hkv, config.list_width(k.shape[-3]))
     found = {name: lse for branch, name in LSES.items() if config.computes(branch)}

@@ -133,7 +133,9 @@ LACKING: dict[str, Callable[[Call], bool]] = {
     "nsa_with_kvcache with rule='index'": lambda call: call.cache is not None and _has_index(call),
     "the index' loss": lambda call: call.spec.index_loss,
     "index of other than 16, 32, 64 or 128 dimensions": _has_other_index,
-    "branches left out, rule='nsa'": lambda call: not _has_index(call) and call.config.branches != BRANCHES,
+    "branches left out, rule='nsa'": lambda call: (
+        not (_has_index(call) or call.alone or call.config.branches == BRANCHES)
+    ),
 }
 
 

@@ -174,7 +174,7 @@ def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -
             f"block_indices must have a list for each of the rank's {local} queries, or, not packed, for each tile of "
             f"its chunks of {chunk}, got {count} lists"
         )
-    return ListConfig(block_size=block_size, q_tile=q_tile, window_size=0, deterministic=deterministic)
+    return ListConfig(block_size=block_size, q_tile=q_tile, deterministic=deterministic)
 
 
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:

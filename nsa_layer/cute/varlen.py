@@ -83,15 +83,13 @@ def as_kernels_read(call: Call) -> tuple[Call, Varlen]:
 
 def _first_positions(call: Call, varlen: Varlen) -> torch.Tensor | None:
     """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
-    (q, k), spec, q_offset = call[:2], call.spec, call.q_offset
-    if not spec.causal:
+    if not call.spec.causal:
         return None
-    if q_offset is not None:
-        return q_offset.contiguous()
+    if call.q_offset is not None:
+        return call.q_offset.contiguous()
     if not call.lengths_known:
         return None if call.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
-    of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
-    return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
+    return numbers_on((call.offsets,), call.q.device)[0] if any(call.offsets) else None
 
 
 def _kv_tile(spec: CallSpec) -> int:

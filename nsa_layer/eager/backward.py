@@ -79,12 +79,6 @@ def _backward_batch(batch: Call, saved: Saved, do: Tensor, sums: Call, q_offset:
     """Add the gradients of a batch of `batches` to ``sums``; g is [B, T, Hq, branches], the LSEs are [B, T, Hq]."""
     (q, k, v, do), spec, config, g = map(to_compute_dtype, (*batch[:3], do)), batch.spec, batch.config, saved.g
     lists, where, scale = batch.block_indices, dict(spec=spec, q_offset=q_offset), spec.softmax_scale
-    if batch.alone:
-        with component("slc"):
-            ones = torch.ones_like(saved.lse_slc)
-            *grads, _ = attend_lists_backward(do, q, k, v, lists, saved.lse_slc, ones, **where)
-        _add(sums[:3], grads)
-        return
     gates = dict(zip(config.branches, (equal_gates(q, len(config.branches)) if g is None else g).unbind(-1)))
     dg = {name: torch.zeros(q.shape[:-1], dtype=sums.q.dtype, device=q.device) for name in gates}
     if config.computes("compressed"):

@@ -64,17 +64,11 @@ def batches(call: Call) -> Iterator[tuple[Call, int, int]]:
 
     A batch is one if the position is; else each sequence is, packed ones without queries left out.
     """
-    spec = call.spec
-    if call.q_offset is not None:
-        offsets = call.q_offset.tolist()
-        if call.block_indices is None:
-            require_choice_by_token(spec.config)
-    elif spec.lengths is None:
-        offsets = [call.k.shape[1] - call.q.shape[1]] * len(call.q)
-    else:
-        offsets = [S - T for T, S in zip(spec.lengths, spec.key_lengths)]
+    if call.q_offset is not None and call.block_indices is None:
+        require_choice_by_token(call.config)
+    offsets = call.offsets if call.q_offset is None else call.q_offset.tolist()
     in_window = offsets if call.win_offset is None else call.win_offset.tolist()
-    if spec.lengths is None and len({*zip(offsets, in_window)}) == 1:
+    if not call.packed and len({*zip(offsets, in_window)}) == 1:
         yield call, offsets[0], in_window[0]
         return
     for sequence, *at in zip(call.sequences(), offsets, in_window, strict=True):
@@ -86,10 +80,6 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
     """o and what is saved, the selection [B, M, Hs, width], the branches' LSEs [B, T, Hq]."""
     (q, k, v), lists = map(to_compute_dtype, batch[:3]), batch.block_indices
     spec, config, scale = batch.spec, batch.config, batch.spec.softmax_scale
-    if batch.alone:
-        with component("slc"):
-            o, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
-        return o.to(batch.q.dtype), Saved(lse_slc=lse_slc)
     o_cmp = o_slc = o_swa = lse_cmp = lse_slc = lse_swa = scores = None
     found = {}
     if config.computes("window"):

@@ -122,7 +122,7 @@ def static_arguments(spec: CallSpec) -> dict[str, Any]:
 def reads_output(static: Sequence[Any]) -> bool:
     """True if backward reads o: that of one branch on the kernels; by `static_arguments`, and others."""
     spec = static_spec(static)
-    return spec.backend == "cute" and (spec.alone or spec.config.branches == ("selected",))
+    return spec.backend == "cute" and spec.config.branches == ("selected",)
 
 
 def static_spec(static: Iterable[Any], *, listed: bool = False) -> CallSpec:
