@@ -19,6 +19,7 @@ from nsa_layer.call import DIFFERENTIABLE, Call, Saved, accumulation_dtype
 from nsa_layer.context_parallel.checks import WEIGHTS, whole_lengths
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, block_layout, head_steps, query_shards, resized
 from nsa_layer.context_parallel.transport import Exchange, ranks_of
+from nsa_layer.cute.head_slices import head_group, narrow, query_heads
 from nsa_layer.cute.host_constants import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.operators.layer import STATIC_NAMES, static_spec
@@ -56,7 +57,8 @@ class GatherLoop:
         shards = query_shards(self.tokens, lengths, cut=cut)
         self.shards = shards[cp.rank]
         # The same on every rank, unlike the groups of a memory plan.
-        self.steps, self.G = head_steps(k.shape[-2], self.tokens.total), q.shape[-2] // k.shape[-2]
+        self.steps = head_steps(k.shape[-2], self.tokens.total)
+        self.plans = [MemoryPlan(((0, end - first),), self.kept) for first, end in self.steps]  # all heads of a step
         self.ahead = int(self.tokens.total < OVERLAP_BELOW * (cp.size - 1))  # exchanges run beside attention
         # Rows of each tensor that is gathered, and the ranges that each rank's shards read.
         self.layouts = dict.fromkeys(("k", "v", *WINDOW_KEYS), self.tokens)
@@ -82,9 +84,8 @@ class GatherLoop:
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for step, keys in self._exchanged():
             for i in range(len(self.shards)):
-                call, of_rank, _ = self._shard_call(step, i, keys)
-                into = o[of_rank["q"]]
-                output, of_shard = pages.forward(call, plan=self._plan(step), backward=self.backward, o=into)
+                (call, _), into = self._shard_call(step, i, keys), self._queries(o, step, i)
+                output, of_shard = pages.forward(call, plan=self.plans[step], backward=self.backward, o=into)
                 if output is not into:
                     into.copy_(output)
                 saved += of_shard
@@ -97,45 +98,42 @@ class GatherLoop:
         Args:
             o: of the selected branch alone on the kernels; else None.
         """
-        grads, exactly, pages = {}, accumulation_dtype(do.dtype), support.pages(self.spec.backend)
-        for name, x in zip(DIFFERENTIABLE, self.call):
-            if x is not None:
-                grads[name] = x.new_zeros(x.shape, dtype=exactly) if name in WEIGHTS else x.new_empty(x.shape)
+        exactly, pages = accumulation_dtype(do.dtype), support.pages(self.spec.backend)
+        grads = self.call.map(lambda x: x.new_empty(x.shape), DIFFERENTIABLE)
+        grads = grads.map(lambda x: x.new_zeros(x.shape, dtype=exactly), WEIGHTS)
         d_keys = [{name: [] for name in self.layouts} for _ in self.steps]
         for step, keys in self._exchanged(d_keys, grads):
             for i in reversed(range(len(self.shards))):
-                call, of_rank, rows = self._shard_call(step, i, keys)
-                at, of_q = (step * len(self.shards) + i) * FIELDS, of_rank["q"]
+                (call, rows), into = self._shard_call(step, i, keys), self._part(grads, step, i)
+                at = (step * len(self.shards) + i) * FIELDS
                 of_shard = Saved(*map(fitted, saved[at : at + FIELDS], saved_shapes(call, kept=self.kept)))
-                dq = grads["q"][of_q]
-                options = dict(plan=self._plan(step), o=None if o is None else o[of_q], dq=dq, window=rows)
-                ds = pages.backward(call, of_shard, do[of_q], **options)
-                if ds[0] is not dq:
-                    dq.copy_(ds[0])
+                do_part, o_part = (x if x is None else self._queries(x, step, i) for x in (do, o))
+                options = dict(plan=self.plans[step], o=o_part, dq=into.q, window=rows)
+                ds = pages.backward(call, of_shard, do_part, **options)
+                if ds[0] is not into.q:
+                    into.q.copy_(ds[0])
                 for name, d in zip(DIFFERENTIABLE[1:], ds[1:]):
                     if name in keys:
                         d_keys[step][name].insert(0, d)
-                    elif name in grads:
-                        into = grads[name][of_rank[name]]
-                        into.add_(d) if name in WEIGHTS else into.copy_(d)
+                    elif (out := getattr(into, name)) is not None:
+                        out.add_(d) if name in WEIGHTS else out.copy_(d)
                 del ds, d
             del keys, call
-        return tuple(None if x is None else grads[name].to(x.dtype) for name, x in zip(DIFFERENTIABLE, self.call))
+        pairs = zip(self.call.differentiable, grads.differentiable)
+        return tuple(None if x is None else d.to(x.dtype) for x, d in pairs)
 
     def capacity(self) -> list[tuple[Any, torch.dtype] | None]:
         """(shape, dtype) of what each step and shard saves, whatever the lengths of packed sequences are."""
-        shapes, spec, total = [], replace(self.spec, lengths=None), self.tokens.total
+        total = self.tokens.total
         rows = dict(q=self.tokens.counts[0]) | dict.fromkeys("kv", total)
-        rows |= dict.fromkeys(BLOCK_KEYS, spec.config.compressed_length(total))
-        tensors = {name: x for name in rows if (x := getattr(self.call, name)) is not None}
-        for first, end in self.steps:
-            heads = {name: (end - first) * (self.G if name == "q" else 1) for name in tensors}
-            of_step = {name: resized(x, rows[name], heads[name]) for name, x in tensors.items()}
-            shapes += [*saved_shapes(self.call._replace(**of_step, spec=spec), kept=self.kept)] * len(self.shards)
-        return shapes
+        rows |= dict.fromkeys(BLOCK_KEYS, self.spec.config.compressed_length(total))
+        whole = {name: resized(x, n) for name, n in rows.items() if (x := getattr(self.call, name)) is not None}
+        call = self.call._replace(**whole, spec=replace(self.spec, lengths=None))
+        of_steps = (saved_shapes(head_group(call, *heads), kept=self.kept) for heads in self.steps)
+        return [each for of_step in of_steps for each in [*of_step] * len(self.shards)]
 
     def _exchanged(
-        self, d_keys: Sequence[dict[str, list[Tensor]]] = (), grads: dict[str, Tensor] | None = None
+        self, d_keys: Sequence[dict[str, list[Tensor]]] = (), grads: Call | None = None
     ) -> Iterator[tuple[int, dict[str, Sequence[Tensor]]]]:
         """Each step, and what each shard reads of the tensors that are gathered.
 
@@ -159,25 +157,24 @@ class GatherLoop:
             exchange.wait()
 
     def _start(
-        self, step: int, d_keys: dict[str, list[Tensor]], grads: dict[str, Tensor] | None
+        self, step: int, d_keys: dict[str, list[Tensor]], grads: Call | None
     ) -> tuple[Exchange, dict[str, Sequence[Tensor]]]:
         """Start to gather a step's tensors, if there is such a step, and to sum the gradients `d_keys`."""
         exchange, keys = Exchange(kernels=self.spec.backend == "cute"), {}
-
-        def heads(x: Tensor, step: int) -> Tensor:
-            return self._batch(x)[:, :, slice(*self.steps[step])]
-
-        for name, layout in self.layouts.items() if step < len(self.steps) else ():
-            x = heads(getattr(self.call, name), step)
-            if name in WINDOW_KEYS:
-                keys[name] = exchange.gather(x, layout).split(layout.sizes, 1)
-            else:  # all rows once, of which ranges share many
-                whole = exchange.gather(x, layout._replace(ranges=None))
-                keys[name] = [whole[:, rows] for rows in layout.read[self.cp.rank]]
-        for name, ds in d_keys.items():
-            out = heads(grads[name], step - 1 - self.ahead)
-            exchange.reduce_scatter([*map(self._batch, ds)], self.layouts[name], out)
-        d_keys.clear()
+        if step < len(self.steps):
+            part = head_group(self.call, *self.steps[step])
+            for name, layout in self.layouts.items():
+                x = self._batch(getattr(part, name))
+                if name in WINDOW_KEYS:
+                    keys[name] = exchange.gather(x, layout).split(layout.sizes, 1)
+                else:  # all rows once, of which ranges share many
+                    whole = exchange.gather(x, layout._replace(ranges=None))
+                    keys[name] = [whole[:, rows] for rows in layout.read[self.cp.rank]]
+        if d_keys:
+            part = head_group(grads, *self.steps[step - 1 - self.ahead])
+            for name, ds in d_keys.items():
+                exchange.reduce_scatter([*map(self._batch, ds)], self.layouts[name], self._batch(getattr(part, name)))
+            d_keys.clear()
         exchange.start()
         return exchange, keys
 
@@ -185,36 +182,32 @@ class GatherLoop:
         """[B, rows, ...], of packed sequences a batch of one."""
         return x[None] if self.packed else x
 
-    def _shard_call(
-        self, step: int, i: int, keys: dict[str, Sequence[Tensor]]
-    ) -> tuple[Call, dict[str, tuple[Any, ...]], slice | None]:
-        """A shard of a step as an ordinary call; by name its part of the tensors that this rank has; and the rows of k
-        and v that its window reads, from a whole tile on, where the window has no keys of its own."""
-        shard, (first, end), spec, rows = self.shards[i], self.steps[step], self.spec, None
-        tile, lists = spec.config.q_tile, self.call.block_indices
-        heads, of_query = slice(first, end), slice(first * self.G, end * self.G)
-        index = dict.fromkeys(("q", "gates"), (..., shard.queries, of_query, slice(None)))
-        index |= dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
-        if lists is not None:
-            tiles = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
-            of_list = of_query if lists.shape[-2] == self.call.q.shape[-2] else heads
-            index["block_indices"] = ..., tiles, of_list, slice(None)
-        tensors = {name: x[at] for name, at in index.items() if (x := getattr(self.call, name)) is not None}
-        tensors |= {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
-        of_shard, numbers, own = shard.spec(spec), {"q_offset": shard.offsets}, "k_win" in keys
+    def _shard_call(self, step: int, i: int, keys: dict[str, Sequence[Tensor]]) -> tuple[Call, slice | None]:
+        """A shard of a step as an ordinary call; and the rows of k and v that its window reads, from a whole tile on,
+        where the window has no keys of its own."""
+        shard, spec, rows, of_window = self.shards[i], self.spec, None, "k_win" in keys
+        tensors = {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
+        of_shard, numbers = shard.spec(spec), {"q_offset": shard.offsets}
         if spec.config.window_size:
-            rows, of_window = shard.window(spec, tile=1 if own else support.KV_TILE)
-            if not own:
+            rows, positions = shard.window(spec, tile=1 if of_window else support.KV_TILE)
+            if not of_window:
                 tensors |= {f"{name}_win": tensors[name][..., rows, :, :] for name in "kv"}
-            lengths, numbers["win_offset"] = zip(*of_window)
+            lengths, numbers["win_offset"] = zip(*positions)
             if spec.lengths:
                 numbers["cu_seqlens_win"] = (0, *accumulate(lengths))
                 of_shard = replace(of_shard, longest_win=max(lengths))
-        times = 1 if spec.lengths else len(tensors["q"])
+        times = 1 if spec.lengths else len(self.call.q)
         tensors |= zip(numbers, numbers_on(tuple(x * times for x in numbers.values()), self.call.q.device))
-        return Call(**tensors, spec=of_shard), index, None if own else rows
+        part = self._part(self.call, step, i)
+        return part._replace(**tensors, cu_seqlens=None, spec=of_shard), None if of_window else rows
 
-    def _plan(self, step: int) -> MemoryPlan:
-        """All heads of a step at once."""
-        first, end = self.steps[step]
-        return MemoryPlan(((0, end - first),), self.kept)
+    def _part(self, call: Call, step: int, i: int) -> Call:
+        """A shard's rows, of a step's heads, of this rank's tensors or of their gradients."""
+        part, queries, tile = head_group(call, *self.steps[step]), self.shards[i].queries, self.spec.config.q_tile
+        tiles = slice(queries.start // tile, -(-queries.stop // tile))
+        part = part.map(lambda x: x[..., queries, :, :], ("q", "gates"))
+        return part.map(lambda x: x[..., tiles, :, :], ("block_indices",))
+
+    def _queries(self, x: Tensor, step: int, i: int) -> Tensor:
+        """A shard's rows, of a step's query heads, of x [..., n, Hq, D]."""
+        return narrow(x, -2, query_heads(*self.call[:2], *self.steps[step]))[..., self.shards[i].queries, :, :]
