@@ -321,7 +321,6 @@ COUNTS, COMPRESS = "block_size block_counts q_tile", "compress_size compress_str
 OF_CONFIG = (
     *not_a_size(COUNTS),
     *not_a_size(COMPRESS, optional=True),
-    (f"{COUNTS} {COMPRESS}", TypeError, "{} must be an int, got nan", NAN),
     (f"{COUNTS} {COMPRESS} compress_offset", ValueError, "{} must be at most 2147483647, got", 2**31, 10**30),
     ("block_size compress_size", ValueError, "{} must be at most 1048576 tokens, got", 2**31 - 1, 2**20 + 8),
     ("compress_stride", ValueError, "compress_stride must divide block_size, got", 5, 32),

@@ -12,10 +12,22 @@ TAIL = [Case(D=64, T_k=700, lists="both"), Case(D=64, T_k=700, Hkv=4, lists="bot
 CUT = [Case(T_q=700, T_k=700, lists="both", causal=True), Case(T_q=700, T_k=700, lists="both", window=(200, 0))]
 
 
-def masks(case: Case, direction: str) -> list[MaskCall]:
-    with recorded_masks() as calls:
+def masks(case: Case, direction: str) -> tuple[list[MaskCall], int]:
+    """The masks in the code of the forward or backward kernel, and how often it asks "thirds"; in a worker."""
+    import cutlass.cute as cute
+
+    from fuzz import mask_mods
+
+    asked = []
+
+    @cute.jit
+    def counted(batch, head, q, kv, seqlen_info, aux_tensors):
+        asked.append(kv)
+        return kv < q
+
+    with patch.dict(mask_mods.MASK_MODS, thirds=(counted, None)), recorded_masks() as calls:
         (compile_forward if direction == "forward" else compile_backward)(case)
-    return calls
+    return calls, len(asked)
 
 
 def in_loop(call: MaskCall) -> bool:
@@ -30,7 +42,7 @@ def in_branch_of_loop(call: MaskCall) -> bool:
 @pytest.mark.parametrize("case", TAIL, ids=str)
 def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None:
     """On SM90 in a loop of its own, beside one for keys that end with a block (test_forward_steps.py)."""
-    calls = compiler.trace(masks, case, "forward")
+    calls, _ = compiler.trace(masks, case, "forward")
     own_loop = compiler.arch == "sm_90"
     at_tail = [call for call in calls if (in_loop if own_loop else in_branch_of_loop)(call) and call.mask_seqlen]
     # One for the partial blocks, with the mask_mod if there is one, and one for the full blocks.
@@ -44,7 +56,7 @@ def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None
 def test_full_blocks_are_cut_by_causal_and_local(compiler: Worker, case: Case) -> None:
     """On SM90 in a branch over the step, beside one for blocks that no edge runs through."""
     cut = in_branch_of_loop if compiler.arch == "sm_90" else in_loop
-    calls = [call for call in compiler.trace(masks, case, "forward") if cut(call)]
+    calls = [call for call in compiler.trace(masks, case, "forward")[0] if cut(call)]
     assert len(calls) >= 2, "the loops over partial and over full blocks both mask every block"
     for call in calls:
         assert (call.mask_causal, call.mask_local) == (case.causal, not case.causal)
@@ -64,27 +76,9 @@ def test_at_tail(tile_n: int, keys: int) -> None:
 CASES = [Case(causal=True, mask_mod="thirds"), Case(D=128, T_q=700, T_k=700, window=(150, 0), mask_mod="thirds")]
 
 
-def masks_and_mods(case: Case, direction: str) -> tuple[list[MaskCall], int]:
-    """The masks in the code of the forward or backward kernel, and how often it asked the mask_mod; in a worker."""
-    import cutlass.cute as cute
-
-    from fuzz import mask_mods
-
-    asked = []
-
-    @cute.jit
-    def counted(batch, head, q, kv, seqlen_info, aux_tensors):
-        asked.append(kv)
-        return kv < q
-
-    with patch.dict(mask_mods.MASK_MODS, thirds=(counted, None)), recorded_masks() as calls:
-        (compile_forward if direction == "forward" else compile_backward)(case)
-    return calls, len(asked)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_masks_reach_both_kernels(compiler: Worker, case: Case) -> None:
-    for calls, asked in (compiler.trace(masks_and_mods, case, of) for of in ("forward", "backward")):
+    for calls, asked in (compiler.trace(masks, case, of) for of in ("forward", "backward")):
         assert asked, "the mask_mod is in the code"
         # The kernel wants both at once; inside, the one is applied and then the other.
         wanted = [call for call in calls if call.mask_mod and (call.mask_causal or call.mask_local)]
@@ -105,7 +99,7 @@ def test_both_masks_reach_both_kernels(compiler: Worker, case: Case) -> None:
     ids=str,
 )
 def test_one_loop_masks_only_where_something_hides(compiler_sm90: Worker, case: Case, with_mod: list[bool]) -> None:
-    calls = compiler_sm90.trace(masks, case, "backward")
+    calls, _ = compiler_sm90.trace(masks, case, "backward")
     # One mask for each kind of entry, none of them straight in the loop's body but for the branch
     # that skips tiles past the end.
     assert sorted(call.mask_mod for call in calls) == with_mod
