@@ -75,7 +75,7 @@ def test_the_last_queries_of_longer_keys() -> None:
 
 def test_gradients_of_the_definition() -> None:
     """By differences; the loss takes the selected branch's probabilities for constants."""
-    inputs = make_inputs(Case(T=24, config=INDEX.replace(block_size=4), index_dim=4, dtype=torch.float64))
+    inputs = make_inputs(Case(T=20, config=INDEX.replace(block_size=4), index_dim=2, dtype=torch.float64))
     given = inputs.tensors() | dict(block_indices=run("reference", inputs).aux.block_indices)
 
     def loss(q_index: Tensor, k_index: Tensor) -> Tensor:

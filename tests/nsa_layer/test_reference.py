@@ -47,7 +47,7 @@ def literal_rows(inputs: Inputs, name: str, kv: int) -> dict[str, torch.Tensor]:
     return {"cmp": compressed, "slc": x, "swa": x if in_window is None else in_window[0, :, kv]}
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal, own", [(True, ()), (False, ()), (True, OWN_KEYS)])
 @pytest.mark.parametrize(
     "config",
     [
@@ -62,8 +62,7 @@ def literal_rows(inputs: Inputs, name: str, kv: int) -> dict[str, torch.Tensor]:
         TINY.replace(window_size=0),
     ],
 )
-@pytest.mark.parametrize("own", [(), OWN_KEYS])
-def test_each_query_by_itself(own: tuple[str, ...], config: NSAConfig, causal: bool) -> None:
+def test_each_query_by_itself(config: NSAConfig, causal: bool, own: tuple[str, ...]) -> None:
     case = Case(T=23, Hq=4, Hkv=2, D=3, Dv=2, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
     case = replace(case, own_keys=own if config.window_size else own[:2])
     inputs = make_inputs(case)
