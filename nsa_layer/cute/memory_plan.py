@@ -16,16 +16,8 @@ import torch
 
 from nsa_layer.call import Call
 from nsa_layer.config import NSAConfig, require_one_of
-from nsa_layer.kernels.union_lists.sizes import (
-    CHUNKS,
-    KEYS,
-    ROWS,
-    longest_work_tile,
-    most_partials,
-    union_capacity,
-    words_of_entry,
-)
-from nsa_layer.support import reads_unions
+from nsa_layer.kernels.union_lists.sizes import CHUNKS, longest_work_tile, most_partials, union_capacity, words_of_entry
+from nsa_layer.support import UNION_BLOCK, UNION_ROWS, reads_unions
 
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)
 # The outputs to save, of the compressed, the selected and the window branch: the first choice that fits.
@@ -171,11 +163,11 @@ def _union_bytes(sizes: Sizes, heads: int) -> tuple[int, int]:
     tokens, rows, n, size = sizes.tokens, sizes.rows, sizes.list_width, sizes.config.block_size
     list_heads = heads * (sizes.Hq // sizes.Hkv) // rows
     width = union_capacity(rows, n, size, sizes.longest, sizes.config.q_tile)
-    unions = -(-tokens * rows // ROWS) * list_heads * (1 + width * (1 + words_of_entry(rows, size))) * 4
+    unions = -(-tokens * rows // UNION_ROWS) * list_heads * (1 + width * (1 + words_of_entry(rows, size))) * 4
     pairs, blocks = tokens * list_heads * n, -(-sizes.keys // size) * heads
     longest = longest_work_tile(pairs, rows)
     work_tiles = (pairs // longest + blocks) * 16 + blocks * 4
-    partials = most_partials(pairs, longest) * max(KEYS, size) * (sizes.D + sizes.Dv) * 4
+    partials = most_partials(pairs, longest) * max(UNION_BLOCK, size) * (sizes.D + sizes.Dv) * 4
     return unions, pairs * 4 + work_tiles + max(CHUNKS * blocks * 4, partials)
 
 

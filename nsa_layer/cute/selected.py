@@ -18,9 +18,9 @@ from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.block_lists import make as list_kernels
 from nsa_layer.kernels.launch import rows_aligned
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
-from nsa_layer.kernels.union_lists.sizes import KEYS, ROWS, longest_work_tile, most_partials
+from nsa_layer.kernels.union_lists.sizes import longest_work_tile, most_partials
 from nsa_layer.kernels.union_lists.unions import union_lists
-from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, reads_unions
+from nsa_layer.support import UNION_BLOCK, UNION_ROWS, device_arch, hopper_kv_tile, kernel_family, reads_unions
 
 Tensor = torch.Tensor
 
@@ -37,7 +37,7 @@ def use_split_dq(q: Tensor, v: Tensor, spec: CallSpec) -> bool:
 
 def reads_pages(config: NSAConfig, k_cache: Tensor, v_cache: Tensor, *, listed: bool) -> bool:
     """True if the branch reads keys on pages, [pages, page, Hkv, D]; listed: of the caller's lists."""
-    aligned = k_cache.shape[1] % KEYS == 0 and rows_aligned(k_cache) and rows_aligned(v_cache)
+    aligned = k_cache.shape[1] % UNION_BLOCK == 0 and rows_aligned(k_cache) and rows_aligned(v_cache)
     return aligned and reads_unions(config, listed=listed) and _on_hopper(k_cache.device)
 
 
@@ -94,7 +94,11 @@ def query_lists(call: Call, varlen: Varlen, block_indices: Tensor) -> BlockSpars
     static = dict(G=rows, cu_tiles=varlen.cu_row_tiles, **_static(call))
     counts, blocks, bits = union_lists(block_indices, **static, **sizes, **starts)
     return BlockSparseTensorsTorch(
-        counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=varlen.cu_row_tiles, mask_block_bits=bits
+        counts,
+        blocks,
+        block_size=(UNION_ROWS, UNION_BLOCK),
+        cu_total_m_blocks=varlen.cu_row_tiles,
+        mask_block_bits=bits,
     )
 
 

@@ -14,8 +14,7 @@ import torch
 from nsa_layer.call import OWN_KEYS, Call, CallSpec
 from nsa_layer.cute.host_constants import aligned, numbers_on
 from nsa_layer.kernels.launch import aligned_rows
-from nsa_layer.kernels.union_lists.sizes import ROWS
-from nsa_layer.support import hopper_kv_tile, reads_unions
+from nsa_layer.support import UNION_ROWS, hopper_kv_tile, reads_unions
 
 READ = ("q", "k", "v", *OWN_KEYS, "q_index", "k_index")  # rows by token or block
 # (factor, more, size) of a count: a sequence of T tokens has (T * factor + more) // size, at least 0.
@@ -59,7 +58,7 @@ class Varlen(NamedTuple):
         if not call.packed:
             return cls(*[None] * 9, *longest)
         rows, kv_tile = call.q_heads_per_list, _kv_tile(spec)
-        of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, ROWS - 1, ROWS)
+        of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, UNION_ROWS - 1, UNION_ROWS)
         of_k = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)
         if call.lengths_known:
             starts = numbers_on((*_host_starts(spec.lengths, of_q), *_host_starts(lengths_k, of_k)), q.device)
@@ -69,7 +68,7 @@ class Varlen(NamedTuple):
             starts = (*starts_of(call.cu_seqlens, of_q), *starts_of(call.cu_seqlens_k, of_k))
         else:
             starts = starts_of(call.cu_seqlens, (*of_q, *of_k))
-        totals = call.num_compressed, len(k) // kv_tile + call.B, len(q) * rows // ROWS + call.B
+        totals = call.num_compressed, len(k) // kv_tile + call.B, len(q) * rows // UNION_ROWS + call.B
         return cls(*starts, *totals, *longest)
 
 

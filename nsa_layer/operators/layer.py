@@ -182,7 +182,7 @@ def _backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | N
     Args:
         d_sums: the gradient of ``Saved.index_sums``, of which only the first number counts.
         args: the differentiable tensors, block_indices, q_offset, o, fields of `Saved`, starts of queries and of keys;
-            what is no tensor as for `_attend`; and which gradients are needed.
+            what is no tensor as for `_forward`; and which gradients are needed.
     """
     inputs, (block_indices, q_offset, o, *args) = args[:COUNT], args[COUNT:]
     saved, (starts, starts_k, *static, heads, budget, kept, bound, _, needs) = Saved(*args[:FIELDS]), args[FIELDS:]

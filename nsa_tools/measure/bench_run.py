@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from nsa_layer.api import nsa
 from nsa_layer.call import Aux
-from nsa_layer.kernels.union_lists.sizes import ROWS
+from nsa_layer.support import UNION_ROWS
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.measure.timed_calls import (
     BACKWARD,
@@ -171,7 +171,7 @@ class Bench:
         worst = max((v for v in verdicts if v.name.split()[0] == "o"), key=lambda v: v.of_limit)
         wrong = [v.name for v in verdicts if not v.ok]
         found = dict(error=worst.error, eager_error=worst.eager_error, of_limit=worst.of_limit)
-        if shape.config.q_tile < ROWS:
+        if shape.config.q_tile < UNION_ROWS:
             found |= dict(union=union(made[0][1].block_indices, shape))
         return replace(row, **found, detail=f"WRONG: {', '.join(wrong)}" if wrong else None)
 
@@ -199,7 +199,7 @@ def union(block_indices: torch.Tensor, shape: Shape) -> float:
         block_indices: [B, M, Hkv, n] or packed [tiles, Hkv, n], padded with -1; those of `UNION_TILES` tiles of rows
             are read.
     """
-    count = max(1, ROWS // (shape.Hq // shape.Hkv * shape.config.q_tile))
+    count = max(1, UNION_ROWS // (shape.Hq // shape.Hkv * shape.config.q_tile))
     lists = block_indices.flatten(0, -3)
     lists = lists[: len(lists) // count * count].unflatten(0, (-1, count))
     lists = lists[:: max(1, len(lists) // UNION_TILES)].transpose(1, 2)  # [tiles of rows, Hkv, count, n]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from nsa_layer.config import BRANCHES
-from nsa_layer.kernels.union_lists.sizes import ROWS, words_of_entry
-from nsa_layer.support import reads_unions
+from nsa_layer.kernels.union_lists.sizes import words_of_entry
+from nsa_layer.support import UNION_ROWS, reads_unions
 from nsa_tools.measure.timing import milliseconds
 from nsa_tools.shape import Shape
 
@@ -131,7 +131,7 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     if reads_unions(config, listed=False) and backend == "cute":
         # Unions cannot be shorter than one token's list; pairs are read from the lists, and written once.
         G = s.Hq // s.Hkv
-        entries = sum(-(-length * G // ROWS) for length in lengths) * s.Hkv * config.list_width(max(lengths))
+        entries = sum(-(-length * G // UNION_ROWS) for length in lengths) * s.Hkv * config.list_width(max(lengths))
         unions = entries * 4 * (1 + words_of_entry(G, config.block_size))
         floors["lists", "forward"] = floors["lists", "backward"] = Work(lists + unions)
         pairs_of_tokens = tokens * s.Hkv * config.list_width(max(lengths)) * 4

@@ -17,7 +17,8 @@ from cutlass import Int32, Uint32, const_expr
 from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.utils import warp_prefix_sum
 from nsa_layer.kernels.launch import launch
-from nsa_layer.kernels.union_lists.sizes import KEYS, MOST_WORDS, ROWS, tokens_of_tile, union_capacity, words_of_entry
+from nsa_layer.kernels.union_lists.sizes import tokens_of_tile, union_capacity, words_of_entry
+from nsa_layer.support import UNION_BLOCK, UNION_ROWS
 
 PER_THREAD = 8  # entries of lists, while 1,024 threads are enough for them
 MOST_CAPACITY = 512  # entries of a union that are written in a round
@@ -57,7 +58,7 @@ class UnionLists:
         self.n, self.G, self.block_size, self.q_tile = n, G, block_size, q_tile
         self.causal, self.bitmap_words = causal, bitmap_words
         # Entries of a block, and blocks of an entry: one of them is 1.
-        self.parts, self.shares = max(1, block_size // KEYS), max(1, KEYS // block_size)
+        self.parts, self.shares = max(1, block_size // UNION_BLOCK), max(1, UNION_BLOCK // block_size)
         self.words = words_of_entry(G, block_size)
         self.entries = tokens_of_tile(G) * n
         self.threads = min(1024, 32 * -(-self.entries // (32 * PER_THREAD)))
@@ -95,12 +96,12 @@ class UnionLists:
             T = cu_seqlens[sequence + 1] - cu_seqlens[sequence]
             S = cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence]
         ahead = Int32(0) if const_expr(q_offset is None) else q_offset[sequence]
-        first = tile * ROWS // self.G
-        last = cutlass.min((tile * ROWS + (ROWS - 1)) // self.G, T - 1)
+        first = tile * UNION_ROWS // self.G
+        last = cutlass.min((tile * UNION_ROWS + (UNION_ROWS - 1)) // self.G, T - 1)
         # Entries of KEYS keys at this one and behind see nothing; a tile past the sequence's end has none.
-        end = cute.ceil_div(S, KEYS)
+        end = cute.ceil_div(S, UNION_BLOCK)
         if const_expr(self.causal):
-            end = cutlass.min(end, (ahead + last) // KEYS + 1)
+            end = cutlass.min(end, (ahead + last) // UNION_BLOCK + 1)
         bitmap_words = cute.ceil_div(cute.ceil_div(end, self.parts), 32)
         for w in cutlass.range(tidx, bitmap_words, self.threads, unroll=1):
             bitmap[w] = Uint32(0)
@@ -206,20 +207,15 @@ def union_lists(
         tiles: packed: of all sequences, or more; tiles past the last sequence are empty.
 
     Raises:
-        ValueError: block_size is another, or so small that an entry had more than 4 words; or a sequence has more than
-            524,288 blocks, or entries.
+        ValueError: a sequence has more than 524,288 blocks, or entries.
     """
-    if block_size % KEYS and (block_size not in (16, 32) or words_of_entry(G, block_size) > MOST_WORDS):
-        raise ValueError(
-            f"block_size has to be a multiple of {KEYS}, or with more heads 16 or 32, got {block_size} for {G} heads"
-        )
     packed = cu_seqlens is not None
     lists = block_indices.unsqueeze(0) if packed else block_indices
     B, L, H, n = lists.shape
     queries = L if queries is None else queries
     keys = queries if keys is None else keys
-    M = tiles if packed else -(-queries * G // ROWS)
-    unit = max(block_size, KEYS)
+    M = tiles if packed else -(-queries * G // UNION_ROWS)
+    unit = max(block_size, UNION_BLOCK)
     need = -(-keys // (32 * unit))
     if need > BITMAP_WORDS[-1]:
         raise ValueError(f"a sequence may have {32 * BITMAP_WORDS[-1]} blocks of {unit}, got {keys} tokens")
