@@ -69,7 +69,7 @@ class Branches(nn.Module):
         for name, shape in shapes.items():
             needed = gate == "query" if name == "gate_weight" else compression == "linear"
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **at)) if needed else None)
-        self.q_index = self.k_index = None
+        self.q_index = self.k_index = self.index_dim = None
         if config.rule == "index":
             self.index_dim = min(INDEX_DIM, D) if index_dim is None else index_dim
             self.q_index = nn.Linear(dim, Hkv * self.index_dim, bias=index_bias, **at)

@@ -280,17 +280,18 @@ class NSAttention(Branches):
             raise NotImplementedError("cache on a layer that shares sequences: set_context_parallel(None) before")
         if causal is not True or return_aux:
             raise ValueError(f"cache needs causal=True and return_aux=False, got {causal!r} and {return_aux!r}")
-        k, v = cache.caches["k_cache"], cache.caches["v_cache"]
+        k, v, k_index = (cache.caches.get(f"{name}_cache") for name in ("k", "v", "k_index"))
         dtype = autocast.dtype_in_force(x.device) or x.dtype
-        has_window = self.kv_per_branch and bool(self.config.window_size)
+        own = {name: self.kv_per_branch and self.config.computes(name) for name in ("window", "compressed")}
         for name, needed, value in (
             ("config", self.config, cache.config),
-            ("own_window", has_window, "k_win_cache" in cache.caches),
-            ("own_sources", self.kv_per_branch, bool(cache.sources)),
+            ("own_window", own["window"], "k_win_cache" in cache.caches),
+            ("own_sources", own["compressed"], bool(cache.sources)),
             ("sequences", x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, len(cache.lengths)),
             ("num_kv_heads", self.num_kv_heads, k.shape[-2]),
             ("head_dim", self.head_dim, k.shape[-1]),
             ("head_dim_v", self.head_dim_v, v.shape[-1]),
+            ("index_dim", self.index_dim, None if k_index is None else k_index.shape[-1]),
             ("dtype", dtype, k.dtype),
         ):
             if value != needed:

@@ -12,6 +12,7 @@ from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM
 
 CONFIG = NSAConfig(block_size=8, block_counts=4, window_size=16)
 WIDE = CONFIG.replace(block_counts=64)
+INDEX = CONFIG.replace(rule="index", branches=("selected",), block_counts=6)
 VOCABULARY = 64
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2)

@@ -15,7 +15,7 @@ import hf_cases
 import pytest
 import torch
 import transformers
-from hf_cases import CLOSE, CONFIG, MARKS, SIZES, counted, dense, padded, plain, positions, sparse, tokens
+from hf_cases import CLOSE, CONFIG, INDEX, MARKS, SIZES, counted, dense, padded, plain, positions, sparse, tokens
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -28,6 +28,7 @@ from nsa_layer.kvcache import eager
 
 pytestmark = MARKS
 
+MLP, BY_INDEX = dict(nsa_compression="mlp"), dict(nsa=INDEX, nsa_index_dim=4)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -93,17 +94,18 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("nsa", [CONFIG, INDEX], ids=["nsa", "index"])
 @pytest.mark.parametrize("way", WAYS)
-def test_generation_with_a_cache_is_that_without(way: str) -> None:
-    model = sparse()
+def test_generation_with_a_cache_is_that_without(way: str, nsa: NSAConfig) -> None:
+    model = sparse(nsa=nsa)
     options = dict(WAYS[way])
     if way == "assisted":
-        options["assistant_model"] = sparse(num_hidden_layers=1)
+        options["assistant_model"] = sparse(num_hidden_layers=1, nsa=nsa)
     batch = padded(tokens(2, 48), (0, 23))
     if way in ("assisted", "lookup"):
         batch = {name: x[:1] for name, x in batch.items()}
     made = []
-    for cache in (dict(), *[{CACHE: DynamicCache()}] * (way == "greedy"), dict(use_cache=False)):
+    for cache in (dict(), *[{CACHE: DynamicCache()}] * (way == "greedy" and nsa is CONFIG), dict(use_cache=False)):
         if "use_cache" in cache:
             options = {name: x for name, x in options.items() if name in ("do_sample", "top_k", "num_beams")}
         torch.manual_seed(1)
@@ -112,9 +114,9 @@ def test_generation_with_a_cache_is_that_without(way: str) -> None:
     assert len(set(made[0][0, 48:].tolist())) > 3
 
 
-@pytest.mark.parametrize("gate, compression", [("input", "mean"), ("query", "linear"), ("input", "mlp")])
-def test_steps_on_a_cache_give_the_logits_of_the_whole(gate: str, compression: str) -> None:
-    model, ids = sparse(nsa_compression=compression, nsa_gate=gate), tokens(2, 75)
+@pytest.mark.parametrize("options", [{}, dict(nsa_gate="query", nsa_compression="linear"), MLP, BY_INDEX], ids=str)
+def test_steps_on_a_cache_give_the_logits_of_the_whole(options: dict) -> None:
+    model, ids = sparse(**options), tokens(2, 75)
     batch, cache = padded(ids, (21, 0)), NSAModelCache(model.config, max_cache_len=10)
     mask = batch["attention_mask"]
     places = positions(mask)
@@ -209,17 +211,18 @@ def static(**options: object) -> dict[str, object]:
     return dict(cache_implementation="static", compile_config=compiled, **options)
 
 
-def test_steps_on_a_static_cache_are_one_graph_and_generate_the_same(graphs: dict[str, int]) -> None:
-    model, batch = sparse(num_hidden_layers=1, nsa_compression="mlp"), padded(tokens(2, 30), (13, 0))
+@pytest.mark.parametrize("options", [MLP, BY_INDEX], ids=str)
+def test_steps_on_a_static_cache_are_one_graph_and_generate_the_same(options: dict, graphs: dict[str, int]) -> None:
+    model, batch = sparse(num_hidden_layers=1, **options), padded(tokens(2, 30), (13, 0))
     expected = model.generate(**batch, max_new_tokens=9)
     for options in (static(), static(prefill_chunk_size=7), dict(cache_implementation="static")):
         assert model.generate(**batch, max_new_tokens=9, **options).equal(expected)
     assert graphs["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("compression", ["mean", "mlp"])
-def test_a_static_cache_goes_on_back_and_anew(compression: str) -> None:
-    model, batch = sparse(nsa_compression=compression), padded(tokens(2, 60), (0, 13))
+@pytest.mark.parametrize("options", [{}, MLP, BY_INDEX], ids=str)
+def test_a_static_cache_goes_on_back_and_anew(options: dict) -> None:
+    model, batch = sparse(**options), padded(tokens(2, 60), (0, 13))
     mask, cache = batch["attention_mask"], NSAModelCache(model.config, 60, static=True)
     places = positions(mask)
     with torch.no_grad():

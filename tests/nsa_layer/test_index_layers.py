@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_cases import CLOSE, CONFIG, MARKS, dense, padded, positions, tokens
+from hf_cases import CLOSE, CONFIG, INDEX, MARKS, dense, padded, positions, tokens
 from layer_calls import starts_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from nsa_layer import NSAConfig, NSAttention, index_loss, nsa
+from nsa_layer import NSACache, NSAConfig, NSAttention, index_loss, nsa
 from nsa_layer.integrations import hf
 from nsa_layer.integrations.hf import convert_to_nsa
 from nsa_layer.integrations.hf.models import CACHE
@@ -27,7 +27,6 @@ from nsa_layer.rope import RotaryEmbedding
 
 pytestmark = MARKS
 Tensor = torch.Tensor
-INDEX = CONFIG.replace(rule="index", branches=("selected",), block_counts=6)
 WIDE = INDEX.replace(block_counts=64)
 LAYERS = [
     dict(index_dim=4),
@@ -332,14 +331,15 @@ def test_padded_and_packed_rows_choose_and_lose_as_alone() -> None:
 
 def test_generation_computes_no_loss() -> None:
     model, ids = convert_to_nsa(dense(), INDEX).eval(), tokens(2, 40)
-    text = model.generate(ids, max_new_tokens=4, use_cache=False)
-    assert text.shape == (2, 44) and model(text[:, :43]).logits[:, -1].argmax(-1).equal(text[:, 43])
+    text = model.generate(ids, max_new_tokens=4)
+    assert text.equal(model.generate(ids, max_new_tokens=4, use_cache=False)) and text.shape == (2, 44)
     with pytest.raises(RuntimeError, match="forward in training"):
         index_loss(model)
 
 
 def test_what_an_index_does_not_fit_is_an_error() -> None:
     llama, other, ids = dense(), dense(), tokens(1, 20)
+    cache = NSACache(1, 40, 2, 8, config=INDEX, index_dim=8, dtype=torch.float64)
     model = convert_to_nsa(llama, INDEX)
     other.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(16, 32, dtype=torch.int8), False)
     for error, message, call in (
@@ -350,6 +350,7 @@ def test_what_an_index_does_not_fit_is_an_error() -> None:
         (ValueError, "index_dim is for rule='index', got 4", lambda: convert_to_nsa(llama, CONFIG, index_dim=4)),
         (NotImplementedError, "an index starts from k_proj, which has no weight of floating point",
          lambda: convert_to_nsa(other, INDEX)),
+        (ValueError, "cache must have index_dim=4, .*got 8", lambda: layer(index_dim=4)(inputs(1, 9), cache=cache)),
         (ValueError, "rule='index' needs causal=True", lambda: layer()(inputs(1, 9), causal=False)),
         (NotImplementedError, "an index with a cache of transformers' own: use NSAModelCache",
          lambda: model.generate(ids, **{CACHE: DynamicCache()}, max_new_tokens=3)),

@@ -105,12 +105,16 @@ def test_bytes() -> None:
     assert cache_of(page_size=None, own_window=True).nbytes == 3 * (2 * 48 + 6) * kv + 3 * 4
 
 
+INDEX = SMALL.replace(rule="index", branches=("selected",))
 LAYERS = [
     dict(compression="linear", rope=RotaryEmbedding(8)),
     dict(gate="input", compression="mlp", config=OVERLAPPING),
     dict(kv_per_branch=True, compression="mlp", rope=RotaryEmbedding(8), head_dim_v=6),
     dict(kv_per_branch=True, compression="linear", config=OVERLAPPING),
     dict(kv_per_branch=True, gate="input", config=SMALL.replace(window_size=0)),
+    dict(config=INDEX, rope=RotaryEmbedding(8), index_dim=4),
+    dict(kv_per_branch=True, config=INDEX.replace(branches=("selected", "window")), head_dim_v=6),
+    dict(kv_per_branch=True, config=OVERLAPPING.replace(rule="index"), compression="mlp", index_dim=3),
 ]
 EXACT, ROUNDED = dict(rtol=1e-12, atol=1e-12), dict(rtol=0.02, atol=0.01)
 
@@ -148,9 +152,10 @@ def test_a_layer_appends(options: dict, paged: bool, packed: bool) -> None:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    own_window = layer.kv_per_branch and layer.config.window_size > 0
+    own_window, own_sources = (layer.kv_per_branch and layer.config.computes(name) for name in ("window", "compressed"))
     assert own_window or not any("win" in name for name in layer.branch_proj or ())
-    own = dict(own_window=own_window, own_sources=layer.kv_per_branch, head_dim_v=layer.head_dim_v)
+    own = dict(own_window=own_window, own_sources=own_sources, head_dim_v=layer.head_dim_v)
+    own |= dict(index_dim=layer.index_dim) if layer.index_dim else {}
     own |= dict(config=layer.config, page_size=16 if paged else None, dtype=torch.float64)
     x, calls = torch.randn(2, 40, 32, dtype=torch.float64), ((30, 21), (31, 21), (40, 40))
     calls = calls if packed else ((30, 30), (31, 31), (40, 40))

@@ -62,7 +62,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
 
         Args:
             compressors: for "k_cmp" and "v_cmp", or none: blocks have means.
-            options: of `nsa_with_kvcache`.
+            options: of `nsa_with_kvcache`; gates, q_index and k_index as q, k and v are.
 
         Raises:
             ValueError: rows hold several sequences, or rows or config differ from the calls before.
@@ -74,7 +74,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
             return self._step(q, k, v, compressors, **options)
         columns = self.columns
         if self.cache is None:
-            self._allocate(k, v, B, T, config)
+            self._allocate(k, v, B, T, config, options.get("k_index"))
         if (kept := packing.kept(self._is_token, columns)) != self.cache.lengths:
             self._crop(kept, columns)
         self._is_token = packing.is_token
@@ -102,8 +102,9 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         lengths += 1
         return o
 
-    def _allocate(self, k: Tensor, v: Tensor, B: int, T: int, config: NSAConfig) -> None:
+    def _allocate(self, k: Tensor, v: Tensor, B: int, T: int, config: NSAConfig, k_index: Tensor | None) -> None:
         sizes = dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
+        sizes |= {} if k_index is None else dict(index_heads=k_index.shape[-2], index_dim=k_index.shape[-1])
         self.cache = NSACache(B, max(self.max_cache_len, T), *k.shape[-2:], config=config, **sizes)
         self.is_initialized = True
         if self.is_compileable:
