@@ -33,10 +33,19 @@ def fork_status() -> ForkStatus:
     folders = [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
     packages = [folder / "cute" for folder in folders if (folder / "cute" / "__init__.py").is_file()]
     if not packages:
-        return _missing(folders)
+        other = next((folder for folder in folders if (folder / "__init__.py").is_file()), None)
+        if other is None:
+            return ForkStatus("missing", detail="no flash_attn.cute on Python's path", remedy=INSTALL)
+        detail = f"{other} is a flash_attn package of its own (FlashAttention-2), and holds no flash_attn.cute"
+        remedy = "install the wheel (`pip install .` in a checkout of this repository), or uninstall flash-attn"
+        return ForkStatus("missing", location=str(other), detail=detail, remedy=remedy)
     package, patched = packages[0], [folder for folder in packages if (folder / "build_info.py").is_file()]
     if package not in patched:
-        return _stock(package, patched)
+        detail, remedy = f"{package} is not this repository's build", INSTALL
+        if patched:
+            detail += f"; it hides the one in {patched[0]}"
+            remedy = f"remove flash-attn-4 from {package.parent.parent}, then install this repository's build again"
+        return ForkStatus("stock", location=str(package), detail=detail, remedy=remedy)
     built = _constants(package / "build_info.py")
     pin, version, patches = built.get("PIN"), built.get("VERSION"), built.get("PATCHES") or ()
     build = dict(pin=pin, version=version, patches=patches, location=str(package))
@@ -55,23 +64,6 @@ def require_patched() -> ForkStatus:
     if status.kind != "patched":
         raise ImportError(f"flash_attn.cute is {status.kind}: {status.detail}; {status.remedy}")
     return status
-
-
-def _missing(folders: list[Path]) -> ForkStatus:
-    other = next((folder for folder in folders if (folder / "__init__.py").is_file()), None)
-    if other is None:
-        return ForkStatus("missing", detail="no flash_attn.cute on Python's path", remedy=INSTALL)
-    detail = f"{other} is a flash_attn package of its own (FlashAttention-2), and holds no flash_attn.cute"
-    remedy = "install the wheel (`pip install .` in a checkout of this repository), or uninstall flash-attn"
-    return ForkStatus("missing", location=str(other), detail=detail, remedy=remedy)
-
-
-def _stock(package: Path, hidden: list[Path]) -> ForkStatus:
-    detail, remedy = f"{package} is not this repository's build", INSTALL
-    if hidden:
-        detail += f"; it hides the one in {hidden[0]}"
-        remedy = f"remove flash-attn-4 from {package.parent.parent}, then install this repository's build again"
-    return ForkStatus("stock", location=str(package), detail=detail, remedy=remedy)
 
 
 def _constants(module: Path) -> dict[str, object]:
