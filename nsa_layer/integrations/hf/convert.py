@@ -58,7 +58,8 @@ def convert_to_nsa(
     sparse = SPARSE[type(model)]
     require_config(config)
     quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and quantizer.quantization_config.quant_method != "gguf":  # whose weights are plain ones
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if quantizer is not None and method != "gguf":  # whose weights are plain ones
         raise NotImplementedError("convert_to_nsa of a quantized model: convert it first")
     if any(hasattr(part, "_hf_hook") for part in model.modules()):
         raise NotImplementedError("convert_to_nsa of a model that accelerate offloads or dispatches: convert it first")
