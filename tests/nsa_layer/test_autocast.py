@@ -125,8 +125,6 @@ def test_the_layer_on_the_meta_device(enabled: bool) -> None:
     layer = NSAttention(48, num_heads=4, num_kv_heads=2, config=SMALL, compression="linear", device="meta")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
         out = layer(torch.empty(2, 90, 48, device="meta"))
-        with pytest.raises(TypeError, match="x must have the layer's dtype torch.float32"):
-            layer(torch.empty(2, 90, 48, device="meta", dtype=torch.bfloat16))
     assert out.shape == (2, 90, 48) and out.dtype == torch.float32 and out.device.type == "meta"
 
 

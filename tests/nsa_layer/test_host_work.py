@@ -238,7 +238,6 @@ def told(call: Any, *out: torch.Tensor) -> list:
 
 @pytest.fixture
 def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
-    """Calls of the interface."""
     from flash_attn.cute import interface
 
     monkeypatch.setattr(replay, "_calls", {})  # else they may become too many in the middle of a test

@@ -183,9 +183,7 @@ def test_reference(name: str) -> None:
 
 
 def test_few_bytes_hold_a_sequence_at_a_time(emulation: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_layer.cute import kvcache
-
-    monkeypatch.setattr(kvcache, "WORKSPACE", 1)
+    monkeypatch.setattr("nsa_layer.cute.kvcache.WORKSPACE", 1)
     Caches(make_inputs(VARIANTS["gates given"]), True).finish(CUTS["ragged"], "cute")
 
 
