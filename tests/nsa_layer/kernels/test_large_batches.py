@@ -7,27 +7,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_compile import recorded_grids, shared_worker
+from fa_compile import only_hosts, shared_worker
 
 from nsa_layer import NSAConfig, nsa
 from nsa_layer.warm_up.lookup import make_call
 from nsa_tools.testing.covering_calls import covering_calls
 
 
-def grids_of_calls(arch: int) -> list[tuple[str, list[tuple[int | None, ...]]]]:
-    """The grids of calls of equal lengths, of the layer's own kernels and of attention's, call by call."""
+def grids_of_calls() -> list[tuple[str, list[list[object]]]]:
+    """Grids of calls of equal lengths, of the layer's kernels and of attention's; None for what each call decides."""
     found = []
     for call in covering_calls(strength=1):
-        with recorded_grids() as grids:
+        with only_hosts() as launches:
             make_call(replace(call, lengths=None, lengths_k=None).signature())
-        found.append((repr(call), grids))
+        grids = [[getattr(size, "value", size) for size in launch.grid] for launch in launches]
+        found.append((repr(call), [[size if isinstance(size, int) else None for size in grid] for grid in grids]))
     return found
 
 
 @pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.sweep)])
 def test_only_the_first_dimension_of_a_grid_grows(arch: int) -> None:
-    found = shared_worker(f"sm_{arch}").trace(grids_of_calls, arch)
+    found = shared_worker(f"sm_{arch}").trace(grids_of_calls)
     assert sum(len(grids) for _, grids in found) > 30
     for call, grids in found:
         assert all(None not in grid[1:] for grid in grids), call
