@@ -67,7 +67,7 @@ def nsa(
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
         cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, on q's device or the CPU;
             backward does not read them, so that a buffer may be refilled. The kernels do not show those on a GPU to the
-            host: nothing waits, a captured CUDA graph takes other starts, and what is no start is undefined behaviour.
+            host: nothing waits, a captured CUDA graph accepts other starts, and wrong starts are undefined behaviour.
             Other backends have the host read them once a call.
         max_seqlen: an upper bound of the packed lengths, in tokens: checked, or where the host does not read
             ``cu_seqlens``, relied on.
@@ -79,7 +79,7 @@ def nsa(
         k_cmp: [B, Tc, Hkv, D], packed [sum of Tc, Hkv, D]: compressed keys that the caller made, by any network, in
             place of means of k; Tc = ``config.compressed_length(T)`` of each sequence.
         v_cmp: [B, Tc, Hkv, Dv] or [sum of Tc, Hkv, Dv], the same for v.
-        k_win: like k, v_win: like v: keys and values of the sliding window in place of k and v, where there is one.
+        k_win: like k, v_win: like v: keys and values of the sliding window instead of k and v, where there is one.
         q_index: [B, T, Hkv, Di] or [total, Hkv, Di], k_index: [B, T, Hkv, Di], or one key for all lists [B, T, 1, Di]:
             the index that ``rule="index"`` chooses blocks by. Nothing is rotated. Only the index' loss has gradients.
         index_scale: factor of q_index . k_index, above 0; None: ``Di ** -0.5``.

@@ -1,4 +1,4 @@
-"""`torch.autocast` as `scaled_dot_product_attention` takes it: inputs are cast, and nothing inside is."""
+"""`torch.autocast` as for `scaled_dot_product_attention`: inputs are cast, and nothing inside is."""
 
 from __future__ import annotations
 

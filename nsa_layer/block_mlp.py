@@ -19,7 +19,7 @@ Compressors = Mapping[str, Callable[..., torch.Tensor]]
 class BlockMLP(nn.Module):
     """Two layers over all tokens of a compressed block, for each key/value head, as in arXiv:2502.11089.
 
-    An embedding of its place in the block is added to each token; between the layers, which have 2 D units, is a GELU.
+    An embedding of its position in the block is added to each token; between the layers, of 2 D units, is a GELU.
 
     Args:
         heads, dim: Hkv and D, of the tokens and the compressed tokens.
@@ -77,7 +77,7 @@ def compressed(
         lengths: of packed sequences, none of whose blocks holds tokens of two.
         starts: int32 [sequences + 1], of packed sequences whose lengths are not known; the result then has rows for as
             many blocks as there could be, of which those at the end may be of anything.
-        network: in place of the mean and the projection by weight [Hkv, D, D].
+        network: instead of the mean and the projection by weight [Hkv, D, D].
     """
     static = dict(network=network, weight=weight, config=config)
     if lengths is not None:

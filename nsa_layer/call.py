@@ -24,7 +24,7 @@ class CallSpec:
         causal: queries see no later token.
         softmax_scale: the factor of q . k, in all branches and in the selection of blocks.
         lengths: the packed sequences' lengths, or None for a batch of equal length.
-        lengths_k: those of their keys, where queries have an offset among more keys; None: the same.
+        lengths_k: lengths of their keys, where queries have an offset among more keys; None: the same.
         listed: the lists of blocks are the caller's.
         bound: tokens at most of a packed sequence, where the host does not know the lengths; else None. With
             ``lengths_k`` of its queries.
@@ -250,7 +250,7 @@ class Call(NamedTuple):
         return list(map(self.config.num_tiles, self.spec.lengths or self.q.shape[1:2]))
 
     def arguments(self) -> dict[str, torch.Tensor | None]:
-        """By name, as `nsa` takes them."""
+        """By name, as in `nsa`."""
         return dict(zip(TENSORS[:-2], self))
 
     def sequences(self) -> Iterator[Call]:
@@ -326,7 +326,7 @@ class Saved(NamedTuple):
     Attributes:
         block_indices, block_counts: the selection, int32 [B, M, Hs, n] and, where the kernels read lists of key tiles,
             [B, Hkv, M]; packed without B.
-        k_cmp, v_cmp: compressed keys and values as attention takes them; None where the caller gave them.
+        k_cmp, v_cmp: compressed keys and values as attention reads them; None where they are the caller's.
         k_mean, v_mean: the means of their blocks in fp32 where these are projected.
         o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
         lse_cmp, lse_slc, lse_swa: fp32 or fp64 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.

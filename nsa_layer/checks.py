@@ -36,7 +36,7 @@ class Kind(NamedTuple):
     required: bool = False
 
 
-# Every tensor that the public functions take, but for starts of packed sequences and lists of blocks.
+# Every tensor of the public functions, except starts of packed sequences and lists of blocks.
 ARGUMENTS = {
     "q": Kind("tokens Hq D", ANY, dense=True, required=True),
     "k": Kind("keys Hkv D", Q, dense=True),
@@ -133,7 +133,7 @@ def refuse_nested(name: str, x: torch.Tensor) -> None:
 def check_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool, same_length: bool = True
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Raise TypeError or ValueError unless they are what `nsa` takes; sizes by letter, and the layout.
+    """Raise TypeError or ValueError unless they fit `nsa`; sizes by letter, and the layout.
 
     Args:
         same_length: k has as many tokens as q.

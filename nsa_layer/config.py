@@ -177,7 +177,7 @@ class NSAConfig:
         return -(-T // self.block_size)
 
     def num_tiles(self, T: int, sequences: int = 1) -> int:
-        """Query tiles of T tokens; at most, of so many packed sequences with T tokens in all."""
+        """Query tiles of T tokens; the most of this many packed sequences with T tokens in all."""
         return -(-T // self.q_tile) + (sequences - 1) * (self.q_tile > 1)
 
     def list_width(self, T: int) -> int:
@@ -187,7 +187,7 @@ class NSAConfig:
             return min(count, most)
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # of graphs alone: it imports sympy
 
-        # A number where all lengths of the graph have so many blocks: PyTorch 2.15 cannot do without it.
+        # A number where all lengths of the graph have this many blocks: PyTorch 2.15 needs it.
         return most if statically_known_true(count >= most) else torch.sym_min(count, most)
 
     def replace(self, **changes: object) -> NSAConfig:

@@ -48,7 +48,7 @@ class NSAttention(Branches):
         dim: width of the input and the output.
         num_heads: Hq.
         num_kv_heads: Hkv, a divisor of Hq.
-        head_dim: D of q and k; None: ``dim // num_heads``. The kernels take 64 and 128; eager takes any.
+        head_dim: D of q and k; None: ``dim // num_heads``. The kernels support 64 and 128; eager any.
         head_dim_v: Dv of v; None: ``head_dim``.
         config: the operator's options.
         compression: what becomes of a block's keys and values: their "mean"; "linear", a matrix for each head after it,
@@ -139,7 +139,7 @@ class NSAttention(Branches):
         Gradients of parameters are this rank's part: they add up over the ranks.
 
         Args:
-            cp: a group of `ContextParallel`, with this mode and load_balance, or one of its own; None: no longer.
+            cp: a process group, with this mode and load_balance, or a `ContextParallel`; None: no sharing.
         """
         known = cp is None or isinstance(cp, ContextParallel)
         self.cp = cp if known else ContextParallel(cp, mode=mode, load_balance=load_balance)

@@ -158,7 +158,7 @@ def token_importance(
     scores = torch.einsum("thd,ihd->thi", q.to(dtype), keys) * softmax_scale
     start = torch.arange(len(k_cmp), device=q.device) * config.stride
     hidden = (start + config.offset > t[:, None, None]) & causal
-    # A token that sees no compressed key has 0 / 0 in every place, all of which are hidden.
+    # A token that sees no compressed key has 0 / 0 for every key, and all of them are hidden.
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0).unflatten(1, (-1, group)).sum(2)
     importance = p.new_zeros(*p.shape[:2], blocks)
     for covered in range(0, config.span, config.stride):
@@ -243,7 +243,7 @@ def block_mass(
 
 
 def select_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> torch.Tensor:
-    """Forced blocks, then the best of the others while there is room: int32 [M, Hs, width], ascending, then -1."""
+    """Forced blocks, then the best of the others up to the width: int32 [M, Hs, width], ascending, then -1."""
     forced = scores.forced.expand(scores.values.shape)
     eligible = forced | scores.candidates
     rank = scores.values.masked_fill(forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices

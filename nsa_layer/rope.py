@@ -19,7 +19,7 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: D, even.
         base: the slowest pair turns once in about ``2 pi base`` tokens.
-        slowest_of: the D / 2 slowest pairs of an embedding of so many dimensions, ``head_dim`` unless given.
+        slowest_of: the D / 2 slowest pairs of an embedding of this many dimensions, by default ``head_dim``.
 
     Raises:
         ValueError: head_dim is odd or below 2, slowest_of odd or smaller, or base is not above 1 and finite.

@@ -14,7 +14,7 @@ Tensor, Shape = torch.Tensor, tuple[int, ...]
 
 
 def saved_shapes(call: Call, *, kept: Sequence[bool]) -> Saved:
-    """(shape, dtype) in the place of each tensor, for all heads; None where there is nothing."""
+    """(shape, dtype) of each tensor, for all heads; None for one that is not saved."""
     (q, k, v), spec, config, lead = call[:3], call.spec, call.config, call.q.shape[:-3]
     Hkv, D, Dv, exactly, whole = k.shape[-2], q.shape[-1], v.shape[-1], accumulation_dtype(q.dtype), torch.int32
     lse = (lse_shape(q), exactly)

@@ -106,7 +106,7 @@ def step_sizes(call: Call, tokens: ShardLayout, cp: ContextParallel) -> list[int
 
 
 def memory_of_steps(call: Call, tokens: ShardLayout, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:
-    """One plan for all steps, by the memory of all of them: else the first would take what the last one needs."""
+    """One plan for all steps, by the memory of all: else the first would use the memory that the last one needs."""
     if len(step_sizes(call, tokens, cp)) == 1 or memory.recompute != "auto" or memory.budget is not None:
         return memory
     kept = kept_of_shard(call, tokens.total, memory, queries=tokens.total, ranks=cp.size)

@@ -94,7 +94,7 @@ def compress_shard(
 
 
 def _check_sequences(x: torch.Tensor, cp: ContextParallel, dim: int, *, ranks: int | None = None) -> None:
-    """Raise TypeError or ValueError unless x has equal chunks of the ranks in `dim`; `ranks`: all unless given."""
+    """Raise TypeError or ValueError unless x has equal chunks of the ranks in `dim`; `ranks`: by default all."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not isinstance(cp, ContextParallel):

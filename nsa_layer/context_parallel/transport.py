@@ -120,7 +120,7 @@ class Exchange:
 
 
 class Linear(torch.autograd.Function):
-    """A linear function of tensors, whose backward is another one: each takes and returns tensors, or None."""
+    """A linear function of tensors, whose backward is another one: each maps tensors, or None, to tensors, or None."""
 
     @staticmethod
     def forward(
@@ -221,7 +221,7 @@ _exchange_schema = f"exchange(Tensor[] xs, str way, SymInt[] counts, SymInt[] en
 differentiate(register(_exchange_schema, _exchange, _exchange_fake), _exchange)
 
 
-# One place for messages to be launched, which benchmarks replace.
+# The one function that launches messages, which benchmarks replace.
 def launch_messages(messages: list[dist.P2POp]) -> list[dist.Work]:
     """Launch messages together."""
     return dist.batch_isend_irecv(messages)

@@ -33,11 +33,11 @@ SMALL = 1 / 16  # of the GPU's memory: a call that needs less does not ask the d
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    """The memory that a call of `nsa` on the kernels may take.
+    """The memory that a call of `nsa` on the kernels may allocate.
 
     Attributes:
         budget: bytes for forward and backward beside q, k, v, o and their gradients. None: what is free on the GPU
-            when forward is called, less o, the gradients and a reserve; only calls that take more than a sixteenth of
+            when forward is called, less o, the gradients and a reserve; only calls that need more than a sixteenth of
             the GPU's memory ask. With ``deterministic`` it is what an otherwise empty GPU would have free: the number
             of heads in a group may decide which kernels run, and with them the last bits.
         recompute: branches whose outputs are recomputed in backward instead of saved: "none", "compressed" (usually a
@@ -177,7 +177,7 @@ def plan_memory(
     """The fastest plan within the policy's budget; one head a group where none is.
 
     Args:
-        kept: the outputs to save, in place of a choice by the policy.
+        kept: the outputs to save, instead of the policy's choice.
     """
     budget = policy.budget
     if budget is None and device.type == "cuda":

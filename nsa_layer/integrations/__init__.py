@@ -1,1 +1,1 @@
-"""Rooms for other libraries; each needs its own extra."""
+"""Integrations of other libraries; each needs its extra."""

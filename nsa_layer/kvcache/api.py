@@ -73,26 +73,26 @@ def nsa_with_kvcache(
         page_table: int32 [B, n], the pages of each sequence in order; what lies behind its last token is not read.
         cache_batch_idx: int32 [B], rows of contiguous caches of any batch; no two the same. None: row b for sequence b.
         cu_seqlens_q: int32 [B + 1], starts of the packed sequences' queries and their total; as in `nsa`, on q's device
-            or on the CPU. The kernels leave those of a GPU there, without ``validate`` and where what they copy of the
-            caches takes at most 2 GiB; otherwise the host waits for them.
+            or on the CPU. On a GPU the kernels read them there, without ``validate`` and where copies of caches need
+            at most 2 GiB; otherwise the host waits for them.
         max_seqlen_q: an upper bound of a packed sequence's queries: checked where their numbers are known.
         k_cmp_cache: [B, Sc, Hkv, D], Sc at least ``config.compressed_length(S)``, or with ``cmp_page_table``
             [pages, page / compress_stride, Hkv, D]: compressed keys, made from the cached tokens by the call that
-            completes their block. None: they are made anew by every call.
+            completes their block. None: every call computes them again.
         v_cmp_cache: the same for v.
         cmp_page_table: int32 [B, n], like ``page_table``.
         k_cmp: [B, m, Hkv, D] with m = ceil(T / compress_stride), packed [sum of m, Hkv, D]: compressed keys of the
-            caller's, written in place of means: in front those of the blocks that this call completes, the rest is not
+            caller's, written instead of means: first the keys of the blocks that this call completes, the rest is not
             read. v_cmp: the same for v.
         k_win, v_win: like k and v: keys and values of the sliding window's own, written to their caches.
-        k_win_cache, v_win_cache: like k_cache and v_cache. None: the window reads those.
+        k_win_cache, v_win_cache: like k_cache and v_cache. None: the window reads k_cache and v_cache.
         q_index, k_index, index_scale: as in `nsa`, of q's tokens; k_index where k is, written to its cache.
         k_index_cache: [B, S, Hkv or 1, Di] or [pages, page, Hkv or 1, Di], which ``rule="index"`` needs.
         gate_weight, gates, compress_k_weight, compress_v_weight, softmax_scale: as in `nsa`.
         config: block sizes, window, the rule that chooses blocks: each token for itself.
         block_indices: as in `nsa`; tiles of ``config.q_tile`` queries count from the call's first.
         num_splits: splits (KV) of a sequence's keys in the kernels of few queries, at most 8, and 48 of compressed keys
-            that have a launch of their own; 0: as they see fit. Others ignore it.
+            with their own launch; 0: chosen by the kernels. Other calls ignore it.
         out: like the output, to be written to, with an address for each element. What is returned is this tensor, or
             where a tensor of the call needs a gradient a copy, whose backward raises.
         return_lse: also return the branches' log-sum-exps.

@@ -50,13 +50,13 @@ class NSACache(LastingTensors):
     Args:
         batch: sequences.
         max_seqlen: the most tokens of a sequence.
-        num_kv_heads, head_dim, head_dim_v: Hkv, D and Dv; Dv is D unless given.
+        num_kv_heads, head_dim, head_dim_v: Hkv, D and Dv; Dv is D by default.
         config: as for the calls of `attend`.
         page_size: tokens in a page, a multiple of ``config.block_size``; None: contiguous.
         num_pages: pages of the pool; None: enough for ``max_seqlen`` tokens of every sequence.
         own_window: the sliding window has keys and values of its own.
-        own_sources: compressed keys and values are made of tokens of their own, which the cache keeps beside k and v.
-        index_dim, index_heads: Di and heads of the index' keys with ``rule="index"``, Hkv unless given, or 1.
+        own_sources: compressed keys and values come from tokens of their own, which the cache keeps beside k and v.
+        index_dim, index_heads: Di and heads of the index' keys with ``rule="index"``, Hkv (default) or 1.
         dtype, device: of the tensors.
 
     Raises:
@@ -245,10 +245,10 @@ class NSACache(LastingTensors):
         """Go back to the first tokens of each sequence.
 
         Args:
-            lengths: tokens that are kept: of each sequence, or an int, at most so many of all; 0 empties it.
+            lengths: tokens to keep: of each sequence, or an int, at most this many of each; 0 empties it.
 
         Raises:
-            TypeError, ValueError: not so many numbers, or none that a sequence has; the cache is as it was.
+            TypeError, ValueError: another number of lengths, or one out of range; the cache is unchanged.
         """
         if isinstance(lengths, int):
             require_int("lengths", lengths, least=0)
@@ -316,7 +316,7 @@ class NSACache(LastingTensors):
         self._lengths = lengths
 
     def _reserve(self, counts: Sequence[int]) -> list[int]:
-        """Reserve pages for so many more tokens, or raise before any is; the lengths with them."""
+        """The new lengths, with pages reserved for this many more tokens of each sequence; or raise before any is."""
         ends = [length + n for length, n in zip(self._lengths, counts)]
         for b, end in enumerate(ends):
             if end > self.max_seqlen:

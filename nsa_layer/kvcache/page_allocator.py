@@ -31,7 +31,7 @@ class PageAllocator:
         self.users, self.free, self.changed = [0] * pages, list(range(pages))[::-1], False
 
     def lacking(self, spans: Spans) -> int:
-        """Pages beyond the free ones that `reserve` would take."""
+        """Pages that `reserve` would need beyond the free ones."""
         writers = Counter(page for own, span in zip(self.of, spans) for page in own[self._written(*span)])
         copies = sum(min(n, self.users[page] - 1) for page, n in writers.items())
         new = sum(max(0, self._count(end) - len(own)) for own, (_, end) in zip(self.of, spans))
@@ -67,7 +67,7 @@ class PageAllocator:
         self._show()
 
     def _count(self, end: int) -> int:
-        """Pages of so many slots."""
+        """Pages of this many slots."""
         return -(-end // self.size)
 
     def _written(self, first: int, end: int) -> slice:

@@ -45,8 +45,8 @@ def attend(
     a gradient. Arguments as they have been checked.
 
     In graphs and modes the policy says what is saved, and groups of heads follow, when they run, from what is free.
-    Where the dispatcher would do nothing, which takes time, the operator is called as a function. The reference is
-    no operator.
+    Where the dispatcher would do nothing, the operator is called as a function, to save time. The reference is no
+    operator.
     """
     (q, k), spec, needs_grad = call[:2], call.spec, call.needs_grad
     if spec.backend == "reference":

@@ -112,6 +112,6 @@ def _below_autograd(
 ) -> tuple[Tensor, ...]:
     keys = keys & torch._C._after_autograd_keyset
     with torch._C._AutoDispatchBelowAutograd():
-        if keys.highestPriorityTypeId() in DEVICES:  # nothing looks at calls on their way: the dispatcher takes time
+        if keys.highestPriorityTypeId() in DEVICES:  # nothing observes the call: skipping the dispatcher saves time
             return compute(*args, **static)
         return op.redispatch(keys, *args, **static)

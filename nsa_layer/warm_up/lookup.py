@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
     """A kernel of a call by its name and its file in the cache, and what became of it.
 
     Attributes:
-        seconds: that compiling took; None where the cache had it.
+        seconds: of compiling; None where the cache had it.
     """
 
     name: str
@@ -83,7 +83,7 @@ def compile_kernel(kernel: Kernel, *, wait: bool = True) -> Kernel:
 
 
 def _stand_in(*arguments: object, **named: object) -> None:
-    """In place of a kernel that is never launched."""
+    """A stand-in for a kernel that is never launched."""
     raise RuntimeError("a stand-in was launched")
 
 

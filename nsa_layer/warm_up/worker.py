@@ -23,7 +23,7 @@ from nsa_layer.warm_up.lookup import Kernel, compile_kernel, kernel_files
 
 IDLE = 300.0  # seconds without an order before it ends
 PROGRESS = "NSA_COMPILE_PROGRESS"
-# Those that take longest come first: a step waits for the last one.
+# Kernels that compile longest come first: a step waits for the last one.
 SLOW = ("bwd_dq", "nsa_block_topk", "fwd", "bwd_dkdv", "bwd", "nsa_token_topk", "nsa_gated_sum_backward")
 
 

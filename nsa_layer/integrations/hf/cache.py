@@ -120,7 +120,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
             self._padding_on_device.fill_(self._padding)
 
     def _crop(self, lengths: Sequence[int], columns: int) -> None:
-        """Keep each row's first tokens, which are those of so many columns."""
+        """Keep each row's first tokens, which end in this many columns."""
         self.cache.crop(lengths)
         self._pad_to(columns)
 
@@ -148,7 +148,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         return columns, 0
 
     def require_capacity(self, columns: int) -> None:
-        """Raise ValueError unless a row may have so many tokens, its padding included."""
+        """Raise ValueError unless a row may have this many tokens, its padding included."""
         if self.is_compileable and columns > self.max_cache_len:
             raise ValueError(f"rows would have {columns} tokens, a static cache has capacity for {self.max_cache_len}")
 

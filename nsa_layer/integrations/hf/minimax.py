@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class NSAMiniMaxM3Attention(nn.Module if modeling is None else modeling.MiniMaxM3VLAttention):
-    """A sparse attention of MiniMax-M3 with its parameters, which `use_nsa_kernels` made of one of transformers."""
+    """A sparse attention of MiniMax-M3 with its parameters; `use_nsa_kernels` makes it of one of transformers."""
 
     nsa_backend: str | None = None
 

@@ -65,7 +65,7 @@ class BatchPacking:
     def kept(self, before: Tensor | None, columns: int) -> tuple[int, ...]:
         """Tokens of each row among the first columns; ValueError if they are not its first ones of before.
 
-        A row that ended early has padding behind its last token, which `generate` shows until the next turn.
+        A row that ended early has padding behind its last token, which `generate` shows until its next call.
 
         Args:
             before: ``is_token`` of the call before, with tokens in all further columns; None: in all.
@@ -97,7 +97,7 @@ def nsa_mask(
     device: torch.device | None = None,
     **options: object,
 ) -> BatchPacking | None:
-    """The packing of a padded batch, in place of a mask; None: there is no padding.
+    """The packing of a padded batch, instead of a mask; None: there is no padding.
 
     Reads attention_mask, bool [batch_size, kv_length or more], False at padding, on the host: once a forward pass.
 
