@@ -24,7 +24,7 @@ _is_known._dynamo_marked_constant = True  # PyTorch 2.11 cannot trace the questi
 
 
 def cast(q: Any, *others: Any) -> tuple[Any, ...]:
-    """Arguments as autocast on q's device hands them on: floating point but fp64 in its dtype, the rest as it is."""
+    """Arguments cast as by autocast on q's device: floating point but fp64 to its dtype, the rest unchanged."""
     dtype = dtype_in_force(q.device) if isinstance(q, torch.Tensor) else None
     return (q, *others) if dtype is None else tuple(x.to(dtype) if _is_cast(x) else x for x in (q, *others))
 
@@ -34,5 +34,5 @@ def _is_cast(x: Any) -> bool:
 
 
 def off(device: torch.device) -> AbstractContextManager:
-    """Without autocast on such a device."""
+    """Context without autocast on such a device."""
     return nullcontext() if dtype_in_force(device) is None else torch.autocast(device.type, enabled=False)

@@ -134,12 +134,12 @@ class Branches(nn.Module):
         return self._index_loss
 
     def _keep_loss(self, loss: torch.Tensor | None) -> None:
-        """Let ``index_loss`` be that of this forward; graphs look at the one before only where there is none now."""
+        """Set ``index_loss`` to this forward's; graphs read the one before only where this forward has none."""
         if loss is not None or self._index_loss is not None:
             self._index_loss = loss
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the loss, which is of a graph: copies and files have none."""
+        """The state without the loss, which belongs to a graph: copies and files have none."""
         return {name: value for name, value in vars(self).items() if name != "_index_loss"}
 
     def compress_weights(self) -> dict[str, torch.Tensor | None]:
@@ -156,7 +156,7 @@ class Branches(nn.Module):
 
 
 def slowest_pairs(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
-    """Of D dimensions, the pairs (i, i + D / 2) of which a rotary embedding turns the last slowest, the last ones."""
+    """The last ``size / 2`` pairs (i, i + D / 2) of D dimensions, which a rotary embedding turns slowest."""
     return torch.cat([half.narrow(dim, half.shape[dim] - size // 2, size // 2) for half in x.chunk(2, dim)], dim)
 
 

@@ -36,7 +36,7 @@ def check_call(
     backend: str | None = "reference",
     validate: bool = True,
 ) -> Call:
-    """Check everything but the numbers on the device, and return the call with its spec.
+    """Check everything but numbers on the device, and return the call with its spec.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
@@ -190,7 +190,7 @@ def check_slots(fits: Sequence[bool], call: Call) -> None:
 
 
 def refuse_aliases(call: Call, out: Tensor | None) -> None:
-    """Raise ValueError where two elements that the call writes to, or one and another cache's, have one address."""
+    """Raise ValueError where a tensor that the call writes to overlaps itself or another cache."""
     caches = {name: x for name in CACHES if (x := getattr(call.cache, name)) is not None}
     written = {name: x for name, x in caches.items() if call.k is not None or "cmp" in name}
     for name, x in (written if out is None else written | {"out": out}).items():

@@ -284,7 +284,7 @@ class Call(NamedTuple):
 
 TENSORS = Call._fields[: Call._fields.index("pages")]
 DIFFERENTIABLE = TENSORS[:13]
-OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
+OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that a branch reads instead of those made of k and v
 STARTS = ("cu_seqlens", "cu_seqlens_k")
 OF_PACK = (*STARTS, "cu_seqlens_win", "q_offset", "win_offset")
 # Tensors that hold something for each sequence.

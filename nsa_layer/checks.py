@@ -21,7 +21,7 @@ Q, FLOAT, INT32, ANY = "q", "float", "int32", "any"  # q's dtype; of floating po
 
 
 class Kind(NamedTuple):
-    """What a tensor has to be.
+    """Shape and dtype that an argument must have.
 
     Attributes:
         shape: a letter or number for each dimension; "tokens", "keys" and "blocks" stand for those of a layout.
@@ -148,7 +148,7 @@ def check_qkv(
 
 
 def check_groups(sizes: dict[str, int], of: str = "k") -> None:
-    """Raise ValueError unless each key/value head has as many query heads."""
+    """Raise ValueError unless key/value heads divide query heads."""
     if sizes["Hq"] % sizes["Hkv"]:
         raise ValueError(f"q's heads must be a multiple of {of}'s, got {sizes['Hq']} and {sizes['Hkv']}")
 
@@ -439,7 +439,7 @@ def check_starts(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
 
 
 def check_scale(softmax_scale: float | None, D: int, name: str = "softmax_scale") -> float:
-    """The scale in force; TypeError or ValueError where it is none."""
+    """The scale in force; TypeError or ValueError for a wrong one."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(D)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):

@@ -130,11 +130,11 @@ class NSAConfig:
 
     @property
     def num_branches(self) -> int:
-        """Branches that are computed: a window of 0 tokens is not."""
+        """Number of computed branches: a window of 0 tokens is not."""
         return sum(map(self.computes, BRANCHES))
 
     def computes(self, branch: str) -> bool:
-        """True if a branch is there, and a window has tokens."""
+        """True if a branch is computed: one of ``branches``, and a window has tokens."""
         return branch in self.branches and (branch != "window" or self.window_size > 0)
 
     @property

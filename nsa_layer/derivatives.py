@@ -113,7 +113,7 @@ def _of_one_level(function: type[torch.autograd.Function]) -> type:
 
 
 def is_transformed() -> bool:
-    """True if a transform of `torch.func`, vmap or forward mode is active; what is compiled knows none."""
+    """True if a transform of `torch.func`, vmap or forward mode is active; compiled code knows none."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -43,7 +43,7 @@ def saved_shapes(call: Call, *, kept: Sequence[bool]) -> Saved:
 
 
 def fitted(x: Tensor | None, of: tuple[Shape, torch.dtype] | None) -> Tensor | None:
-    """The first rows and columns of x, or x at the beginning of a tensor of this shape; lists end with -1."""
+    """x cut or padded to a shape: with 0 in floating point, else (lists) with -1."""
     if x is None or of is None or x.shape == of[0]:
         return None if of is None else x
     whole = x.new_full(of[0], 0 if x.is_floating_point() else -1)

@@ -20,10 +20,10 @@ BACKENDS = {
     "eager": "nsa_layer.eager.pages",
     "reference": "nsa_layer.reference",
 }
-ARCHITECTURES = {90: "runs", 100: "compiles"}  # what no GPU has run is compiled, and traced in tests
+ARCHITECTURES = {90: "runs", 100: "compiles"}  # no GPU has run sm_100: it is compiled, and traced in tests
 KV_TILE = 128  # tokens of the kernels' key/value tile
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
-UNION_BLOCK = 64  # keys of an entry of a union, which is what a tile reads of its tokens' lists
+UNION_BLOCK = 64  # keys of an entry of a union of a tile's lists
 LEAST_BLOCK = 16  # keys of a listed block; those smaller than an entry share it
 # Of the kernels that select blocks: blocks of a list, compressed keys that overlap a block, query heads of a group.
 MOST_BLOCKS, MOST_OVERLAPS = 64, 64

@@ -62,7 +62,7 @@ def attend(
         with autocast.off(call.q.device):
             o, rest = gather.attend_shard(cp, support.on_backend(backend, call), options.get("memory"), return_aux=more)
         return (o, rest) if more else o
-    if spec.lengths is not None:  # no second look at what may be on a GPU
+    if spec.lengths is not None:  # starts on a GPU are not read twice
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths))
     if not alone:
         options = options | dict(memory=heads.memory_of_steps(call, layouts[TOKENS], cp, options["memory"]))

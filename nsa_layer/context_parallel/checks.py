@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 MOST_KEPT = 1024
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
-# What the rows of a tensor are; a tile of one query is a token.
+# Kinds of rows of a tensor; a tile of one query is a token.
 KINDS = dict.fromkeys(("q", "k", "v", "gates", "k_win", "v_win"), TOKENS)
 KINDS |= dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=TILES)
 # Descriptions that all ranks of a group had: an equal call of tensors on a GPU is not compared again.
@@ -187,7 +187,7 @@ def _describe(value: object, *, ragged: bool) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     if value.is_nested:
-        return "a nested tensor"  # whose shape cannot be asked for
+        return "a nested tensor"  # it has no shape to read
     gradient = " with a gradient" if torch.is_grad_enabled() and value.requires_grad else ""
     shape = f"(.., {', '.join(map(str, value.shape[-2:]))})" if ragged else str(tuple(value.shape))
     return f"{value.dtype} {shape} on {value.device.type}{gradient}"

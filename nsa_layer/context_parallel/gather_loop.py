@@ -123,7 +123,7 @@ class GatherLoop:
         return tuple(None if x is None else d.to(x.dtype) for x, d in pairs)
 
     def capacity(self) -> list[tuple[Any, torch.dtype] | None]:
-        """(shape, dtype) of what each step and shard saves, whatever the lengths of packed sequences are."""
+        """(shape, dtype) of the tensors that each step and shard saves, for any lengths of packed sequences."""
         total = self.tokens.total
         rows = dict(q=self.tokens.counts[0]) | dict.fromkeys("kv", total)
         rows |= dict.fromkeys(BLOCK_KEYS, self.spec.config.compressed_length(total))

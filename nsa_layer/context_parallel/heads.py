@@ -61,7 +61,7 @@ def attend_heads(
         return Linear.apply(*maps, *xs)[0]
 
     def send(way: str, tensors: dict[str, Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Start an exchange, outside graphs; returns what waits for it."""
+        """Start an exchange, outside graphs; returns the function that waits."""
         arguments = way, list(tensors.values()), [layouts[KINDS.get(name, TOKENS)] for name in tensors]
         return partial(exchange, *arguments) if in_graph else start_exchange(*arguments)
 
@@ -89,7 +89,7 @@ def attend_heads(
 
 
 def _by_rows(outputs: Any) -> dict[str, Tensor]:
-    """By name o, and what comes with it, with rows before heads."""
+    """By name o and the other results, with rows before heads."""
     o, more = outputs if isinstance(outputs, tuple) else (outputs, None)
     if isinstance(more, Aux):
         lses = {name: getattr(more, name).mT for name in LSES.values()}

@@ -19,7 +19,7 @@ from nsa_layer.cute.chunked import sum_rounded
 from nsa_layer.operators.registration import OPS, differentiate, register
 
 Tensor = torch.Tensor
-Addends = list[tuple[slice, Tensor]]  # rows of a sum, and what is to be added there
+Addends = list[tuple[slice, Tensor]]  # rows of a sum, and the tensor to add there
 INVERSE = dict(to_heads="to_tokens", to_tokens="to_heads", gather="reduce_scatter", reduce_scatter="gather")
 CP = "str group_name, str? load_balance, int rank, int size"  # the rank too: graphs are kept by their constants
 
@@ -152,7 +152,7 @@ def gather(x: Tensor, layout: ShardLayout) -> Tensor:
 
 
 def start_exchange(way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> Callable[[], tuple[Tensor, ...]]:
-    """Start an `exchange` without an operator, and return what waits for it; backward is in two halves as well."""
+    """Start an `exchange` without an operator, and return the function that waits; backward has two halves too."""
     together, held = Exchange(), []
 
     def start(way: str, *xs: Tensor | None) -> list[Tensor | None]:

@@ -43,7 +43,7 @@ def backward(
     window: slice | None = None,
     d_sums: None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the differentiable call, from what `forward.forward` gave.
+    """The gradients of the differentiable call, from the results of `forward.forward`.
 
     Args:
         o: of forward, where the selected branch is alone.
@@ -201,7 +201,7 @@ def _recompute(
     of_slc: dict | None,
     of_swa: dict | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The branches' outputs; what was not saved is recomputed by the same launches, which give the same bits.
+    """The branches' outputs; unsaved ones are recomputed by the same launches, which give the same bits.
 
     Args:
         of_cmp, of_slc, of_swa: options of their calls; None for the window: there is none.

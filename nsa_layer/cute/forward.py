@@ -66,7 +66,7 @@ def forward(
         for group in plan.groups:
             part = head_group(call, *group)
             (q, k, v), block_indices = part[:3], part.block_indices
-            # The window needs nothing but q, k and v: the GPU has work at once, while the host launches short kernels.
+            # The window needs q, k and v alone: the GPU has work at once, while the host launches short kernels.
             o_swa = lse_swa = None
             if spec.config.window_size:
                 into = None if side_stream is None else new_outputs(q, v)
@@ -136,7 +136,7 @@ def forward_selected(call: Call, varlen: Varlen) -> tuple[Tensor, Tensor]:
 
 
 def compiling(call: Call, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
-    """Within, the call's kernels that are missing are compiled side by side, at the first of them."""
+    """Context in which the first missing kernel has all missing kernels of the call compiled side by side."""
     return compile_missing(lambda: Signature.of(call, plan, backward=backward))
 
 

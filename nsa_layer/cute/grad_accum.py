@@ -23,7 +23,7 @@ from nsa_layer.cute.chunked import sum_rounded
 
 Tensor = torch.Tensor
 
-MOST_KEPT = 1024  # layouts are kept for so many shapes
+MOST_KEPT = 1024  # shapes whose layouts are cached
 _known: dict[Hashable, tuple[BackwardLayout, ...]] = {}
 
 

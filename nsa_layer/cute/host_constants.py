@@ -56,7 +56,7 @@ def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def aligned(size: int) -> int:
-    """Numbers of a multiple of 16 bytes: attention copies what starts elsewhere, at every call."""
+    """size rounded up to 16 bytes of int32: attention copies unaligned tensors, at every call."""
     return -(-size // 4) * 4
 
 

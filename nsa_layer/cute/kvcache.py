@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
 WORKSPACE = 1 << 31  # bytes of caches that are copied at a time; one sequence's may be more
 NEW_ROWS = ("q", "q_index", *TOKEN_CACHES, *COMPRESSED_CACHES)  # new rows, which are read 16 bytes at a time
-# The first slot, and the number of rows, of all tokens and compressed keys, of what new ones are made of, of windows.
+# First slot and number of rows: of all tokens and compressed keys, of the sources of new ones, of windows.
 KV_ROWS, CMP_ROWS = (CacheSlots.START, CacheSlots.END), (CacheSlots.START, CacheSlots.CMP_END)
 SRC_ROWS, WIN_ROWS = (CacheSlots.SOURCE, CacheSlots.SOURCE_TOKENS), (CacheSlots.WINDOW, CacheSlots.WINDOW_TOKENS)
 
@@ -78,7 +78,7 @@ def step(call: Call, *, validate: bool = False, memory: MemoryPolicy = MemoryPol
         changes["cu_seqlens"] = starts
     call = call._replace(**changes) if changes else call
     few = supports(call)
-    if not call.lengths_known and not few:  # nobody has checked starts: they lead to rows of q, whatever they are
+    if not call.lengths_known and not few:  # starts are not checked: any values have to lead to rows of q
         call = call._replace(cu_seqlens=call.cu_seqlens.clamp(0, len(call.q)).cummax(0).values)
     chunk = None if few and not validate else _Chunk(call, memory)
     if validate:
@@ -167,7 +167,7 @@ class _Chunk:
         self.tables = tables
 
     def append(self) -> None:
-        """Write new tokens; clear what attention may read behind them."""
+        """Write new tokens; clear the slots behind them that attention may read."""
         compressed = self._tensors("k_cmp_cache", "v_cmp_cache") if self.how == "rows" else (None, None)
         *new, k_index = self._tensors(*TOKEN_CACHES)
         *caches, index_cache = self._tensors(*CACHES[: len(TOKEN_CACHES)])
@@ -197,7 +197,7 @@ class _Chunk:
         append((*[None] * 4, *new), (*[None] * 4, *caches), self.tables, self.slots, (None, blocks[0]))
 
     def parts(self) -> list[slice]:
-        """Sequences that are attended to together: as many with queries as `WORKSPACE` holds copies of."""
+        """Sequences that attend together: as many with queries as `WORKSPACE` holds copies of."""
         call, parts, first, attended = self.call, [], 0, 0
         if call.lengths_known and (copied := _bytes_copied(call)):
             for b, T in enumerate(call.query_lengths):

@@ -131,7 +131,7 @@ def nsa_with_kvcache(
 def check(
     call: Call, *, backend: str | None, validate: bool, read: bool = False, out: Tensor | None = None, **static: Any
 ) -> Call:
-    """Raise for whatever is wrong with a call, but for numbers on the device.
+    """Raise for a wrong argument, except for numbers on the device.
 
     Args:
         read: read packed lengths, as ``validate`` does.

@@ -303,7 +303,7 @@ class NSACache(LastingTensors):
         self._set([self._lengths[i] for i in index])
 
     def read_lengths(self) -> None:
-        """Take ``lengths`` from ``cache_seqlens``, which calls of `nsa_with_kvcache` on ``caches`` have changed; waits.
+        """Read ``lengths`` from ``cache_seqlens``, which calls of `nsa_with_kvcache` on ``caches`` have changed; waits.
 
         Raises:
             ValueError: the cache has pages, which such calls are not given, or a length is beyond its capacity.

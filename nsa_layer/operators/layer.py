@@ -51,7 +51,7 @@ def attend(
     (q, k), spec, needs_grad = call[:2], call.spec, call.needs_grad
     if spec.backend == "reference":
         return reference.attend(call)
-    if spec.lengths is not None:  # no second look at what may be on a GPU
+    if spec.lengths is not None:  # starts on a GPU are not read twice
         of_keys = None if call.cu_seqlens_k is None else starts_of_lengths(spec.key_lengths)
         call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths), cu_seqlens_k=of_keys)
     elif (call.k_cmp is None) != (call.v_cmp is None) and not host_reads(spec.backend, q, call.cu_seqlens):
@@ -85,7 +85,7 @@ class Attend(derivatives.ReverseMode):
 
     @staticmethod
     def forward(run: Callable[..., tuple], *args: Any) -> tuple[Tensor | None, ...]:
-        arguments = set(map(id, args))  # what is saved may be an argument, such as gates, which autograd refuses
+        arguments = set(map(id, args))  # a saved tensor may be an argument, such as gates, which autograd refuses
         return tuple([x.detach() if id(x) in arguments and x is not None else x for x in run(*args)])
 
     @staticmethod
@@ -120,13 +120,13 @@ def static_arguments(spec: CallSpec) -> dict[str, Any]:
 
 
 def reads_output(static: Sequence[Any]) -> bool:
-    """True if backward reads o: that of one branch on the kernels; by `static_arguments`, and others."""
+    """True if backward reads o: with one branch on the kernels. static: values of `static_arguments`, and others."""
     spec = static_spec(static)
     return spec.backend == "cute" and spec.config.branches == ("selected",)
 
 
 def static_spec(static: Iterable[Any], *, listed: bool = False) -> CallSpec:
-    """The inverse of `static_arguments`, of their values, which others may follow."""
+    """The spec of the values of `static_arguments`, which others may follow."""
     return _call_spec(tuple(static)[: len(STATIC_NAMES)], listed)
 
 
@@ -139,7 +139,7 @@ def _call_spec(static: tuple[Any, ...], listed: bool) -> CallSpec:
 
 
 def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | None) -> Call:
-    """The call that an operator computes; starts that the kernels read are left on the GPU."""
+    """The call that an operator computes; starts that the kernels read stay on the GPU."""
     call = Call(*tensors)
     call = call._replace(spec=static_spec(static, listed=call.block_indices is not None))
     return with_lengths(call, bound, read=host_reads(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))

@@ -41,7 +41,7 @@ def needs_grad(args: Sequence[Any]) -> bool:
 
 
 def register(schema: str, compute: Callable, fake: Callable) -> torch._ops.OpOverload:
-    """The operator of this schema, which no derivatives are known of until it gets some, or refuses them."""
+    """Register the operator of this schema; `differentiate` sets or refuses its derivatives."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
@@ -52,7 +52,7 @@ def register(schema: str, compute: Callable, fake: Callable) -> torch._ops.OpOve
 def define(
     name: str, schema: str, outputs: int, compute: Callable, fake: Callable
 ) -> tuple[torch._ops.OpOverload, Callable[..., tuple[Tensor, ...]]]:
-    """The operator, and what computes it from its arguments, empty tensors in place of None.
+    """The operator, and the function that computes it, with empty tensors for None.
 
     Outputs are contiguous, and no views of anything; those that are empty may be arguments of another operator.
     """
@@ -69,12 +69,12 @@ def define(
 
 
 def none_for_empty(x: Any) -> Any:
-    """None for the tensor of an operator's outputs that stands for it; anything else as it is."""
+    """None for an empty tensor, by which operators return None; anything else unchanged."""
     return None if isinstance(x, Tensor) and x.shape == (0,) else x
 
 
 def as_output(x: Tensor) -> Tensor:
-    """A tensor as an operator promises it: contiguous, and no view of anything."""
+    """x as operators must return it: contiguous, and no view."""
     return x.contiguous() if x._base is None else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -83,8 +83,8 @@ def differentiate(
     compute: Callable[..., tuple[Tensor, ...]],
     function: type[torch.autograd.Function] | None = None,
 ) -> None:
-    """Let an operator have the derivatives of a function, whose first argument is what computes it; None: none, so
-    that it raises where it is asked for them."""
+    """Give an operator the derivatives of a function, whose first argument computes the operator; None: derivatives
+    raise."""
 
     def autograd(keys: DispatchKeySet, *args: Any, **static: Any) -> tuple[Tensor, ...]:
         tensors = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]

@@ -42,7 +42,7 @@ class Helper:
         self.connection: Connection | None = None
 
     def order(self, call: Signature) -> None:
-        """Have a call's kernels compiled, at its first miss. The call compiles them itself if no process can be."""
+        """Order a call's kernels, at its first miss. The call compiles them itself if no helper can be started."""
         if (jobs := processes()) < 2:
             return
         with self.lock:

@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 class Kernel(NamedTuple):
-    """A kernel of a call by its name and its file in the cache, and what became of it.
+    """A kernel of a call, its file in the cache, and the result of compiling it.
 
     Attributes:
         seconds: of compiling; None where the cache had it.
@@ -62,7 +62,7 @@ def kernel_files(call: Signature) -> dict[str, Path]:
 
 
 def compile_kernel(kernel: Kernel, *, wait: bool = True) -> Kernel:
-    """Compile a kernel unless the cache has it; an error of the compiler is noted in what is returned.
+    """Compile a kernel unless the cache has it; an error of the compiler is a field of the result.
 
     Args:
         wait: for a process that is compiling it; otherwise it is left to that one.

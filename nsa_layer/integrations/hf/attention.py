@@ -110,7 +110,7 @@ def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSACo
         return value
     if not isinstance(value, (Mapping, type(None))):
         raise TypeError(f"nsa must be an NSAConfig, its fields or None, got {type(value).__name__}")
-    # Without compress_size it would be of a version with another default.
+    # Without compress_size, `from_dict` would read it as of a version with another default.
     return NSAConfig.from_dict({"compress_size": None, **(base or {}), **(value or {})})
 
 

@@ -30,7 +30,7 @@ def convert_to_nsa(
     compression: str = "mean",
     index_dim: int | None = None,
 ) -> PreTrainedModel:
-    """A model with Native Sparse Attention that shares the modules of a dense one, but its attention's.
+    """A model with Native Sparse Attention that shares a dense one's modules, except for its attention's.
 
     With a ``gate`` by input the gates start at nearly 1 for the selected branch and nearly 0 for the others: as long as
     a list holds all blocks, the model says about what the dense one does, and with ``branches=("selected",)`` just

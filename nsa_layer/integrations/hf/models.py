@@ -189,7 +189,7 @@ def _use_nsa(config: PreTrainedConfig) -> None:
 
 @dataclass(kw_only=True)
 class _Fields:
-    """The fields of a configuration beside those of the dense model.
+    """Fields that a configuration adds to the dense model's.
 
     Attributes:
         nsa: fields of `NSAConfig`; a `NSAConfig` becomes them. Set again, fields change those that they name.
