@@ -59,36 +59,36 @@ def nsa(
         v: [B, T, Hkv, Dv] or [total, Hkv, Dv].
         config: block sizes, window, the rule that chooses blocks.
         gate_weight: [Hq, 3, D]; the gates are ``sigmoid(q . gate_weight)``.
-        gates: [B, T, Hq, 3] or [total, Hq, 3], used as they are, in the order compressed, selected, window; as many
+        gates: [B, T, Hq, 3] or [total, Hq, 3], used unchanged, in the order compressed, selected, window; as many
             columns, and rows of ``gate_weight``, as ``config.branches``. Without both all branches count the same. With
-            ``window_size=0`` that of the window is ignored.
+            ``window_size=0`` the window's is ignored.
         compress_k_weight: [Hkv, D, D], applied to the mean of a block of k; None: the identity.
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
         cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, on q's device or the CPU;
-            backward does not read them, so that a buffer may be refilled. The kernels do not show those on a GPU to the
-            host: nothing waits, a captured CUDA graph accepts other starts, and wrong starts are undefined behaviour.
-            Other backends have the host read them once a call.
+            backward does not read them, so that a buffer may be refilled. On a GPU the kernels alone read them: nothing
+            waits, a captured CUDA graph accepts other starts, and wrong starts are undefined behaviour. For other
+            backends the host reads them once a call.
         max_seqlen: an upper bound of the packed lengths, in tokens: checked, or where the host does not read
             ``cu_seqlens``, relied on.
         causal: False lets every query see the whole sequence.
         block_indices: int32 or int64 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]: the blocks of each tile of
-            ``config.q_tile`` queries, in place of a choice, nothing added; Hs = Hkv, or Hq for a list of each query
+            ``config.q_tile`` queries, instead of a choice, nothing added; Hs = Hkv, or Hq for a list of each query
             head. Any strides and order, counted from each sequence's start; a number that is no block of the sequence,
             such as -1, is padding, a block named twice counts once.
-        k_cmp: [B, Tc, Hkv, D], packed [sum of Tc, Hkv, D]: compressed keys that the caller made, by any network, in
-            place of means of k; Tc = ``config.compressed_length(T)`` of each sequence.
+        k_cmp: [B, Tc, Hkv, D], packed [sum of Tc, Hkv, D]: the caller's compressed keys, by any network, instead
+            of means of k; Tc = ``config.compressed_length(T)`` of each sequence.
         v_cmp: [B, Tc, Hkv, Dv] or [sum of Tc, Hkv, Dv], the same for v.
         k_win: like k, v_win: like v: keys and values of the sliding window instead of k and v, where there is one.
         q_index: [B, T, Hkv, Di] or [total, Hkv, Di], k_index: [B, T, Hkv, Di], or one key for all lists [B, T, 1, Di]:
-            the index that ``rule="index"`` chooses blocks by. Nothing is rotated. Only the index' loss has gradients.
+            the index that ``rule="index"`` chooses blocks by, unrotated. The index' loss alone has gradients in it.
         index_scale: factor of q_index . k_index, above 0; None: ``Di ** -0.5``.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
-            kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
+            kernels where the tensors are on a supported GPU, else eager. A named one runs, or raises.
         memory: the kernels' memory budget and recomputation; other backends ignore it.
-        cp: ranks that share the sequences. Tensors of tokens are this rank's part of them, those of compressed keys and
-            of tiles have a row where its first token is, ``cu_seqlens`` and weights are whole and the same on all
-            ranks. What is returned is this rank's part, and so are gradients: those of weights add up over the ranks.
+        cp: ranks that share the sequences. Tensors of tokens are this rank's shard; rows of a compressed key or a tile
+            are on the rank of its first token; ``cu_seqlens`` and weights are whole and the same on all ranks. Results
+            and gradients are this rank's: sum gradients of weights over the ranks.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
         return_index_loss: also return the index' loss, a number in the accumulation dtype: over the chosen blocks that
             are not forced, KL(m / M | softmax of their scores), weighted by M / sum of M, where m is the selected
@@ -163,8 +163,8 @@ def selected_attention(
             number that is no block of the sequence is padding, a block named twice counts once.
         block_size: keys in a block; the last one may be short.
         cu_seqlens: int32 [sequences + 1], starts of the packed queries and their total, on q's device or the CPU; as
-            for `nsa`, the kernels do not show those on a GPU to the host where the number of lists tells the tile
-            whatever the lengths are.
+            for `nsa`, the kernels alone read them on a GPU where the number of lists determines the tile for all
+            lengths.
         cu_seqlens_k: the same for keys; None: ``cu_seqlens``.
         q_offset: position of each sequence's first query among its keys: int32 [B] or [sequences] on q's device, or an
             int for all. None: the queries are the last ones, ``S - T``.
@@ -173,7 +173,7 @@ def selected_attention(
         deterministic: the same input gives the same bits twice, backward included.
         return_lse: also return the log-sum-exp, which carries no gradient.
         backend: as for `nsa`.
-        cp: as for `nsa`, where queries are those of all keys.
+        cp: as for `nsa`, where there are as many queries as keys.
         validate: check ``cu_seqlens`` and ``cu_seqlens_k`` that are on a GPU, which waits for it; in a graph the GPU
             asserts them.
 
@@ -207,7 +207,7 @@ def selected_attention(
 
 
 def _check_flags(call: Call, *, backend: str | None, memory: MemoryPolicy = MemoryPolicy(), **flags: object) -> None:
-    """Checks of arguments that do not change what is computed."""
+    """Check arguments that do not change the result."""
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
     require_bools(**flags)

@@ -36,13 +36,13 @@ Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, 
 
 
 class NSAttention(Branches):
-    """Self-attention with Native Sparse Attention in place of dense attention.
+    """Self-attention with Native Sparse Attention instead of dense attention.
 
     The gates start at 1/2 each, the matrices of ``compression="linear"`` at the identity. With ``compression="mlp"``,
     ``kv_per_branch=True``, ``gate="input"`` and ``NSAConfig.paper()`` this is the module of arXiv:2502.11089.
 
-    With ``rule="index"`` the layer projects q_index and k_index of x, a constant for them. A forward in training leaves
-    their loss in ``index_loss``, which is to be added to the model's, weighted; `nsa_layer.index_loss` sums it.
+    With ``rule="index"`` the layer projects x, as a constant, to q_index and k_index. A forward in training leaves the
+    loss of these in ``index_loss``: add it, weighted, to the model's; `nsa_layer.index_loss` sums it over layers.
 
     Args:
         dim: width of the input and the output.
@@ -51,17 +51,17 @@ class NSAttention(Branches):
         head_dim: D of q and k; None: ``dim // num_heads``. The kernels support 64 and 128; eager any.
         head_dim_v: Dv of v; None: ``head_dim``.
         config: the operator's options.
-        compression: what becomes of a block's keys and values: their "mean"; "linear", a matrix for each head after it,
+        compression: of a block's keys and values: their "mean"; "linear", a matrix for each head after the mean,
             [Hkv, D, D] and [Hkv, Dv, Dv]; or "mlp", a network over all tokens of the block, see `BlockMLP`.
         kv_per_branch: project k and v anew for each branch; otherwise one k, v serves all three.
         gate: "query", ``sigmoid(q . gate_weight)`` for each head; "linear", the sigmoid of a linear layer of x; or
             "input", of a network of two layers. None: "query", and none where ``config`` has one branch.
         index_dim: Di of an index; None: 32, or ``head_dim`` where that is less.
         bias: give the projections a bias.
-        o_bias: give that of the output one; None: as ``bias``.
+        o_bias: give the output projection one; None: as ``bias``.
         rope: called as ``rope(q, k, positions)`` with q [.., T, Hq, D], k [.., T, Hkv, D], positions [T] or [B, T],
-            int64; returns (q, k). `RotaryEmbedding` is one. None: no position embedding. An index' queries and keys
-            are turned by it too, by the slowest pairs of a `RotaryEmbedding` where they have fewer dimensions.
+            int64; returns (q, k). `RotaryEmbedding` is one. None: no position embedding. It also turns an index'
+            queries and keys, by the slowest pairs of a `RotaryEmbedding` where they have fewer dimensions.
         backend, memory: as in `nsa`.
         device, dtype: of the parameters.
 

@@ -24,8 +24,8 @@ class ContextParallel:
     Args:
         group: a process group, or a DeviceMesh of one dimension, such as ``mesh["cp"]``.
         mode: "heads" gives each rank all tokens of a part of the key/value heads, whose number the ranks divide;
-            "gather" leaves queries where they are and gathers keys and values; "auto" takes "heads" where it fits, but
-            for long calls of which "gather" sends less (docs/distributed.md).
+            "gather" leaves queries where they are and gathers keys and values; "auto" is "heads" where it fits,
+            except in long calls in which "gather" sends less (docs/distributed.md).
         load_balance: "zigzag", or None.
 
     Attributes:

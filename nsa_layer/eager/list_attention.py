@@ -180,7 +180,7 @@ def chunks_of_lists(
     N = -(-S // size)
     lists = lists.transpose(1, 2).flatten(0, 1).sort(-1).values
     lists[..., 1:].masked_fill_(lists.diff() == 0, -1)
-    # Else most slots are empty with fewer pairs than a few tiles a block; on a CPU a tile's queries share blocks.
+    # Fewer pairs than a few tiles a block leave most slots empty; on a CPU a tile's queries share blocks.
     cpu = q.device.type == "cpu"
     count = max(CPU_PAIRS, 4 * TILE * N // spec.config.q_tile) if cpu else max(GPU_PAIRS, 4 * TILE * N)
     step = max(1, count // lists.shape[2])

@@ -168,7 +168,7 @@ class NSACache(LastingTensors):
             compress: makes compressed keys [blocks, Hkv, D] and values [blocks, Hkv, Dv] of the tokens [blocks,
                 compress_size, Hkv, D] and [..., Dv] of the blocks that the call completes. None: means, or those of
                 ``k_cmp`` and ``v_cmp``.
-            sources: with ``own_sources`` these tokens' keys and values, shaped like k and v, which they are otherwise.
+            sources: with ``own_sources`` the keys and values to compress, shaped like k and v; else k and v are.
 
         Returns:
             As `nsa_with_kvcache`.

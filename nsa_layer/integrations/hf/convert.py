@@ -32,9 +32,9 @@ def convert_to_nsa(
 ) -> PreTrainedModel:
     """A model with Native Sparse Attention that shares a dense one's modules, except for its attention's.
 
-    With a ``gate`` by input the gates start at nearly 1 for the selected branch and nearly 0 for the others: as long as
-    a list holds all blocks, the model says about what the dense one does, and with ``branches=("selected",)`` just
-    that. Training makes use of the other branches. An index starts as the keys and the mean of each group's queries,
+    With a ``gate`` by input the gates start at nearly 1 for the selected branch and nearly 0 for the others: while a
+    list holds all blocks, the outputs are close to the dense model's, and with ``branches=("selected",)`` equal to
+    them. Training makes use of the other branches. An index starts as the keys and the mean of each group's queries,
     rotated by the slowest pairs where it has fewer dimensions.
 
     Args:
@@ -47,7 +47,7 @@ def convert_to_nsa(
         The model of this package; `save_pretrained`, `AutoConfig` and `AutoModelForCausalLM` know it by its own type.
 
     Raises:
-        NotImplementedError: a model of another class, or one that has what the new one could not keep or save: layers
+        NotImplementedError: a model of another class, or one with parts that the new one could not keep or save: layers
             with windows, quantized weights, adapters, offloading, wrapped or compiled parts.
         TypeError: ``config`` is not an NSAConfig.
         ValueError: ``gate`` or ``compression`` is unknown, or ``index_dim`` odd or larger than a head.
