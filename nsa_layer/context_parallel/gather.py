@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 def attend_shard(
     cp: ContextParallel, call: Call, memory: MemoryPolicy | None, *, return_aux: bool
 ) -> tuple[Tensor, Aux | Tensor | None]:
-    """`nsa` on a rank's queries, or `selected_attention`, which gives the LSE; arguments as have been checked.
+    """`nsa` on a rank's queries, or `selected_attention`, which gives the LSE; checked arguments.
 
     Args:
         call: this rank's tensors, and the spec of the whole call.

@@ -1,4 +1,4 @@
-"""Which rank holds which rows, and which keys a rank's queries can attend to.
+"""Layouts of shards: the rows that ranks hold, and the keys that a rank's queries can attend to.
 
 Tokens, compressed blocks and query tiles all have rows. A block or tile belongs to the chunk of its first token.
 """

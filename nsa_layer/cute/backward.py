@@ -105,8 +105,7 @@ def backward_group(
     of_cmp, of_swa = compressed_options(call, varlen), window_options(call, varlen)
     cu_seqlens, fixed = varlen.cu_seqlens, dict(softmax_scale=scale)
     unions = reads_unions(spec.config, listed=spec.listed)
-    # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
-    # faster.
+    # Without unions dk and dv of the selected branch read lists by key tile; so does dq, unless its own pass is faster.
     split_dq, window = unions or use_split_dq(q, v, spec), spec.config.window_size > 0
     by_key, by_query = _selected_lists(call, varlen, saved, split_dq)
     calls = dict(cmp=dict(k=k_cmp, v=v_cmp, **of_cmp, **ordered)) if k_cmp.shape[-3] else {}

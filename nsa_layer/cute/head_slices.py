@@ -10,7 +10,7 @@ Tensor = torch.Tensor
 
 
 def head_group(call: Call, first: int, end: int) -> Call:
-    """The part of the call that key/value heads `first` to `end` and their query heads have."""
+    """The call of key/value heads `first` to `end` and their query heads."""
     if (first, end) == (0, call.k.shape[-2]):
         return call
     query, key = query_heads(call.q, call.k, first, end), (first, end)

@@ -81,8 +81,8 @@ def _copied(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Ho
 
 
 def _are_lasting() -> bool:
-    """True if tensors that are made now may serve later calls: not within a transform, nor a mode with tensors of its
-    own, such as the fake ones that kernels are compiled with."""
+    """True if new tensors may serve later calls: not within a transform, nor a mode with its own tensors, such as
+    the fake ones that kernels are compiled with."""
     return not torch._C._are_functorch_transforms_active() and not torch._C._len_torch_dispatch_stack()
 
 

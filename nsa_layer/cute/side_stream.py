@@ -18,7 +18,7 @@ MOST_ROWS = 1 << 19  # (token, head) pairs of a call with few tiles: 20 of 192 r
 
 
 class SideStream:
-    """A context at whose end, by an error too, the current stream waits for what was launched on the second one."""
+    """Context at whose end, also by an error, the current stream waits for launches on the second one."""
 
     def __init__(self, device: torch.device) -> None:
         self.current, self.side, self.joined = torch.cuda.current_stream(device), _second(device), True
@@ -31,7 +31,7 @@ class SideStream:
 
     @contextmanager
     def launches(self) -> Iterator[None]:
-        """Within, launches go to the second stream."""
+        """Context whose launches go to the second stream."""
         self.side.wait_stream(self.current)
         self.joined = False
         with torch.cuda.stream(self.side):

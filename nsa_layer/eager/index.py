@@ -36,7 +36,7 @@ def score_blocks(q_index: Tensor, keys: Tensor, t: Tensor, *, config: NSAConfig,
 
 
 def is_free(lists: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
-    """Chosen blocks that are not forced: lists [..., n] of the queries at positions t [...]; -1 is neither."""
+    """True for chosen blocks that are not forced: lists [..., n] of the queries at positions t [...]; -1 is neither."""
     back = (t // config.block_size).unsqueeze(-1) - lists
     return (lists >= config.init_blocks) & (back >= config.local_blocks)
 

@@ -23,8 +23,8 @@ OPS = torch.ops.nsa_layer
 
 
 def dispatcher_sees(*tensors: Tensor | None) -> bool:
-    """True in graphs that are made, in modes (those of fake tensors, selective checkpoints), of tensors of classes of
-    their own (fake ones)."""
+    """True while a graph is traced, in modes (fake tensors, selective checkpoints), for tensor subclasses (fake
+    tensors)."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return any(x is not None and type(x) not in PLAIN for x in tensors)

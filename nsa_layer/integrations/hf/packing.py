@@ -63,7 +63,7 @@ class BatchPacking:
 
     @lru_cache(maxsize=1)  # for all layers of a forward pass
     def kept(self, before: Tensor | None, columns: int) -> tuple[int, ...]:
-        """Tokens of each row among the first columns; ValueError if they are not its first ones of before.
+        """Tokens of each row among the first columns; ValueError unless they are the row's first ones of `before`.
 
         A row that ended early has padding behind its last token, which `generate` shows until its next call.
 
@@ -79,7 +79,7 @@ class BatchPacking:
 
 
 def first_columns(is_token: Tensor | None, B: int, columns: int) -> Tensor:
-    """bool [B, columns] of a mask [B, any], behind whose columns, and where it is None, there are tokens alone."""
+    """bool [B, columns] of a mask [B, any]: True behind its columns, and everywhere where it is None."""
     if is_token is None:
         return torch.ones(B, columns, dtype=torch.bool)
     return F.pad(is_token, (0, columns - is_token.shape[1]), value=True)
@@ -160,7 +160,7 @@ def of_positions(position_ids: Tensor | None, B: int, T: int) -> BatchPacking:
 
 
 def _starts(position_ids: Tensor) -> Tensor:
-    """bool [B, T - 1], True where another sequence starts than that of the position before."""
+    """bool [B, T - 1], True where the next token starts a sequence."""
     before, after = position_ids[:, :-1], position_ids[:, 1:]
     return (after < before) | ((before == 0) & (after == 0))
 
