@@ -94,7 +94,7 @@ class Call(NamedTuple):
     Attributes:
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
             there may be more than queries; None: the queries are the last ones.
-        cu_seqlens_k: starts of packed keys, where they are not those of queries.
+        cu_seqlens_k: starts of packed keys, where they differ from the queries'.
         pages: int32 [B, n], pages of each sequence; k and v are [pages, page, Hkv, D] then, and there is no backward.
         win_offset: where k_win and v_win have other rows than k and v, ``q_offset`` among these; else None.
         cu_seqlens_win: with it, the starts of packed k_win and v_win.
@@ -287,7 +287,7 @@ DIFFERENTIABLE = TENSORS[:13]
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that a branch reads instead of those made of k and v
 STARTS = ("cu_seqlens", "cu_seqlens_k")
 OF_PACK = (*STARTS, "cu_seqlens_win", "q_offset", "win_offset")
-# Tensors that hold something for each sequence.
+# Tensors with rows of each sequence.
 OF_SEQUENCES = ("q", "k", "v", "gates", *OWN_KEYS, "q_index", "k_index", "block_indices")
 LSES = dict(zip(BRANCHES, ("lse_cmp", "lse_slc", "lse_swa")))  # fields of `Saved` and `Aux`
 
@@ -297,7 +297,7 @@ class Signature(NamedTuple):
 
     Attributes:
         tensors: (name, shape, dtype) of each tensor, of `KVCache` too.
-        spec: lengths and bound of a call on caches are those of its queries.
+        spec: lengths and bound are of the queries in a call on caches.
         plan: the `MemoryPlan`; None for a call on caches.
         backward: backward too.
     """
@@ -321,7 +321,7 @@ class Signature(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors that forward leaves to backward, of all heads or of a group; None where there is nothing.
+    """Tensors that forward saves for backward, of all heads or of a group; None for one that is not saved.
 
     Attributes:
         block_indices, block_counts: the selection, int32 [B, M, Hs, n] and, where the kernels read lists of key tiles,
@@ -336,7 +336,7 @@ class Saved(NamedTuple):
             not forced, a mean over the list's query heads, and the token of its score; like `block_indices`.
         index_sums: [2], the loss' numerator and denominator.
 
-    Plain PyTorch keeps the selection, log-sum-exps, gates and what is of an index.
+    Plain PyTorch saves the selection, log-sum-exps, gates and the fields of an index.
     """
 
     block_indices: torch.Tensor | None = None
@@ -382,10 +382,10 @@ class Aux:
             Hs, n], blocks counted from each sequence's start. Where the host does not know their lengths (in a graph,
             or with ``cu_seqlens`` on a GPU, on the kernels) they have the capacity for any: rows and columns of -1
             at the end. None without the selected branch.
-        gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window, as far as they are there.
+        gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window, without absent branches.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
-            sees no key, as everywhere with ``window_size=0``; None for a branch that is not there.
-        index_scores: with ``rule="index"`` those of the chosen blocks, like `block_indices`, -inf for padding; None on
+            sees no key, as everywhere with ``window_size=0``; None for an absent branch.
+        index_scores: with ``rule="index"`` scores of the chosen blocks, like `block_indices`, -inf for padding; None on
             the kernels.
     """
 

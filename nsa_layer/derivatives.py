@@ -96,7 +96,7 @@ def apply_here(function: type[torch.autograd.Function], compute: Callable[..., t
         return apply(compute, *unwrap_dead_wrappers(args))
 
     def compute_below(*args: Any) -> tuple:
-        # Forward of a function records no derivatives: those of the levels below may.
+        # A function's forward runs without derivatives of its level; lower levels need theirs.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return compute(*args)
 

@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
         rows: query heads that share a list.
         unions: tiles read unions of lists, see `support.reads_unions`.
         listed: lists are the caller's.
-        gate: "weight", "given" (the gates themselves) or "none".
+        gate: "weight", "given" (the caller's gates) or "none".
         own_window: the window has keys or values of its own.
     """
 
@@ -137,12 +137,12 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         selection = tiles * (query_heads * sizes.D * 8 + heads * width * 8)
     if sizes.unions:
         query_lists, pairs = _union_bytes(sizes, heads)
-        # dq's accumulator is gone when dk and dv of the selected branch are made.
+        # dq's accumulator is freed before dk and dv of the selected branch are computed.
         lists, accumulators = query_lists, dk_dv_accum + max(dq_accum, pairs)
     else:
         query_lists, lists = 0, 64 * tiles * query_heads * width
         accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
-    # Recomputed outputs are gone when accumulators are made; gates that are given make gradients of the outputs.
+    # Recomputed outputs are freed before accumulators; with the caller's gates outputs have gradients in memory.
     late = max(kept.count(False) * branch, accumulators) + config.num_branches * branch * (sizes.gate == "given")
     saved_lists = 0 if sizes.listed else tiles * sizes.Hkv * (width + (not sizes.unions)) * 4
     saved = rows * (sum(kept) * sizes.Dv * e + (config.num_branches + 3 * (sizes.gate != "none")) * 4)

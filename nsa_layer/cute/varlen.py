@@ -24,16 +24,16 @@ Counts = tuple[tuple[int, int, int], ...]
 class Varlen(NamedTuple):
     """Lengths of a call's sequences. Starts are int32 [sequences + 1] on the GPU and end with the total.
 
-    None, as totals, for a batch. Copies, or made of the caller's ``cu_seqlens``, which may be refilled at any time.
-    What is longest is a bound unless ``call.lengths_known``.
+    Starts and totals are None for a batch. They are copies: the caller may refill ``cu_seqlens`` at any time.
+    ``longest`` numbers are bounds unless ``call.lengths_known``.
 
     Attributes:
         cu_seqlens, cu_tiles, cu_row_tiles: of queries, of the selection's query tiles, and of tiles of 128 rows, where
             each query has a row for each head that shares its list.
         cu_seqlens_k, cu_compressed, cu_key_blocks: of keys, of compressed keys, and of Hopper's key tiles (with unions:
             of blocks).
-        total_compressed, total_key_blocks, total_row_tiles: of all sequences, at least; those behind the last one are
-            nobody's.
+        total_compressed, total_key_blocks, total_row_tiles: capacities for all sequences; rows behind the last one are
+            unused.
         longest, longest_k, longest_compressed: of one sequence, in queries, in keys and in compressed blocks.
     """
 

@@ -166,7 +166,7 @@ class NSACache(LastingTensors):
                 [total, Hkv, D]; v: the same with Dv.
             return_lse, validate, backend, options: as in `nsa_with_kvcache`, but for caches, their lengths and tables.
             compress: makes compressed keys [blocks, Hkv, D] and values [blocks, Hkv, Dv] of the tokens [blocks,
-                compress_size, Hkv, D] and [..., Dv] of the blocks that the call completes. None: means, or those of
+                compress_size, Hkv, D] and [..., Dv] of the blocks that the call completes. None: means, or
                 ``k_cmp`` and ``v_cmp``.
             sources: with ``own_sources`` the keys and values to compress, shaped like k and v; else k and v are.
 

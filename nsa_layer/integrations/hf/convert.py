@@ -88,9 +88,9 @@ def convert_to_nsa(
 
 
 def _share(sparse: nn.Module, dense: nn.Module, name: str) -> None:
-    """Give a sparse model the dense one's modules, but for those with gates and compression inside.
+    """Give a sparse model the dense one's modules, except modules with gates and compression inside.
 
-    These take over the attributes of the dense model's: hooks, flags, how to checkpoint.
+    Excepted modules get the attributes of the dense model's: hooks, flags, how to checkpoint.
     """
     set_here = vars(dense).get("forward", type(dense).forward)
     is_its_own = getattr(unwrap(set_here), "__func__", unwrap(set_here)) is unwrap(type(dense).forward)

@@ -35,7 +35,7 @@ class NSABranches(Branches):
     """Gates, compression and index of a layer of transformers, as in `NSAttention`.
 
     Args:
-        layer: the attention, whose projections and norms are those of an index, too.
+        layer: the attention, from whose projections and norms an index starts.
     """
 
     def __init__(self, config: PreTrainedConfig, layer: nn.Module) -> None:
@@ -192,11 +192,11 @@ class _Fields:
     """Fields that a configuration adds to the dense model's.
 
     Attributes:
-        nsa: fields of `NSAConfig`; a `NSAConfig` becomes them. Set again, fields change those that they name.
+        nsa: fields of `NSAConfig`; a `NSAConfig` becomes them. Set again, named fields change, others stay.
         nsa_gate: "input", "linear" or "query", as in `NSAttention`; None: "input", and none where there is one branch.
         nsa_compression: "mean", "linear" or "mlp", as in `NSAttention`.
         nsa_index_dim: as in `NSAttention`, even.
-        nsa_backend: as in `nsa`. It is read in each call; the others are those of a model when it is made.
+        nsa_backend: as in `nsa`, read in each call; the other fields are fixed once a model is made.
     """
 
     nsa: dict | None = None
