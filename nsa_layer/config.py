@@ -169,7 +169,7 @@ class NSAConfig:
         return total // self.stride
 
     def most_completed(self, T: int) -> int:
-        """Compressed keys that T tokens complete at most, wherever among others they are."""
+        """Compressed keys that T tokens complete at most, at any position."""
         return -(-T // self.stride)
 
     def num_blocks(self, T: int) -> int:

@@ -4,7 +4,7 @@
         block_indices = select_blocks(...)
 
 Within `observed`, its opener makes the ranges; otherwise PyTorch's profiler sees them, as "nsa_layer::choose", and
-without one nothing is recorded, allocated or launched. The innermost range counts; forward and backward use the same
+without one nothing is traced, allocated or launched. The innermost range counts; forward and backward use the same
 names.
 """
 

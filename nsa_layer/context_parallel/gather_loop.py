@@ -135,7 +135,7 @@ class GatherLoop:
     def _exchanged(
         self, d_keys: Sequence[dict[str, list[Tensor]]] = (), grads: Call | None = None
     ) -> Iterator[tuple[int, dict[str, Sequence[Tensor]]]]:
-        """Each step, and what each shard reads of the tensors that are gathered.
+        """Each step, and the rows of gathered tensors that each shard reads.
 
         A step's exchange also sends `d_keys` of the step before, each shard's gradients of these tensors, and writes
         their sums to `grads`; of the one before that where exchanges run beside attention.

@@ -25,11 +25,11 @@ CP = "str group_name, str? load_balance, int rank, int size"  # the rank too: gr
 
 
 class Exchange:
-    """Tensors that travel together.
+    """Tensors that one launch of messages exchanges.
 
     NCCL's kernel holds multiprocessors while it waits for the other ranks' kernels: one launch for all tensors waits
-    once. The functions that add a tensor return what is complete after `wait`; what is launched between `start` and
-    `wait` runs beside the exchange. Every rank adds the same tensors in the same order.
+    once. Functions that add a tensor return a result that is complete after `wait`; kernels launched between `start`
+    and `wait` run beside the exchange. Every rank adds the same tensors in the same order.
     """
 
     def __init__(self, *, kernels: bool = False) -> None:

@@ -120,8 +120,8 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     """Bytes by component, for groups of `heads` key/value heads.
 
     Returns:
-        "saved": what backward needs of forward, all groups; "forward", "backward": what a group takes while it is
-        computed, beside what is saved; "outputs", "gradients": o; do, dq, dk and dv.
+        "saved": what backward needs of forward, all groups; "forward", "backward": a group's while it is
+        computed, beside saved tensors; "outputs", "gradients": o; do, dq, dk and dv.
     """
     tokens, keys, e, config, width = sizes.tokens, sizes.keys, sizes.itemsize, sizes.config, sizes.list_width
     query_heads, rows, row_sizes = heads * (sizes.Hq // sizes.Hkv), tokens * sizes.Hq, sizes.D + sizes.Dv

@@ -62,7 +62,7 @@ def forward(call: Call, *, plan: object = None, backward: bool = True, o: Tensor
 def batches(call: Call) -> Iterator[tuple[Call, int, int]]:
     """Batches of sequences of one length, and the positions of their first query among their keys and their window's.
 
-    A batch is one if the position is; else each sequence is, packed ones without queries left out.
+    The whole batch if it has one position; else each sequence, without packed ones that have no queries.
     """
     if call.q_offset is not None and call.block_indices is None:
         require_choice_by_token(call.config)

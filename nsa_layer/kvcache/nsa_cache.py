@@ -112,7 +112,7 @@ class NSACache(LastingTensors):
             lead, compressed = (batch, max_seqlen), (batch, config.compressed_length(max_seqlen))
         else:
             lead = (batch * width if num_pages is None else num_pages, page_size)
-            # A compressed key that reaches into the next page is each sequence's own, whoever shares its first tokens.
+            # A compressed key that reaches into the next page is never shared, even where its first tokens are.
             compressed = (lead[0] + batch * (config.span > config.stride), page_size // config.stride)
         names = TOKEN_CACHES[: 4 if own_window else 2] + ("k_index",) * (config.rule == "index")
         names += COMPRESSED_CACHES if config.computes("compressed") else ()
@@ -306,7 +306,7 @@ class NSACache(LastingTensors):
         """Read ``lengths`` from ``cache_seqlens``, which calls of `nsa_with_kvcache` on ``caches`` have changed; waits.
 
         Raises:
-            ValueError: the cache has pages, which such calls are not given, or a length is beyond its capacity.
+            ValueError: the cache has pages, which such calls do not get, or a length is beyond its capacity.
         """
         lengths = self.cache_seqlens.tolist()
         if self._pages:

@@ -4,7 +4,7 @@ The helper, `worker`, shares nothing with this process but the kernel cache on d
 kernel waits for the one that compiles it. So a call whose kernels are missing goes on as it would alone, and finds most
 of them compiled.
 
-``NSA_COMPILE_WORKERS`` is the number of kernels compiled at once, one a core unless given; with 0 a call compiles its
+``NSA_COMPILE_WORKERS`` is the number of kernels compiled at once, by default one a core; with 0 a call compiles its
 kernels one after the other. ``NSA_COMPILE_PROGRESS=0`` leaves out the line that says what a call waits for.
 """
 

@@ -82,7 +82,7 @@ def _say(text: str) -> None:
 def _end_with(fd: int) -> None:
     """End this process when the other end of the connection is closed."""
     poll = select.poll()
-    poll.register(fd, 0)  # hang-ups alone; orders are for whoever receives them
+    poll.register(fd, 0)  # hang-ups alone; another thread reads orders
 
     def wait() -> None:
         poll.poll()

@@ -16,7 +16,7 @@ from nsa_layer.kvcache.api import nsa_with_kvcache
 from nsa_layer.kvcache.nsa_cache import LastingTensors, NSACache
 
 Tensor = torch.Tensor
-CAPACITY = 256  # tokens, where nobody says how many there will be
+CAPACITY = 256  # tokens, without max_cache_len
 
 
 class NSACacheLayer(LastingTensors, CacheLayerMixin):
