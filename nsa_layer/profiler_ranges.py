@@ -17,9 +17,10 @@ import torch
 
 # compress: pooling, projections and their backward; choose: pooled queries, scores, top-k; lists: unions, block lists;
 # pairs: token-block CSR; cmp, slc, swa: attention of each branch; slc_dq, slc_dkdv: the selected branch's passes by
-# token; gate: gates and weighted sum; convert: sums and roundings of gradients; cache: slots, appends and copies.
+# token; gate: gates and weighted sum; index: the loss of an index and its gradients; convert: sums and roundings of
+# gradients; cache: slots, appends and copies.
 COMPONENTS = ("compress", "choose", "lists", "pairs", "cmp", "slc", "slc_dq", "slc_dkdv", "swa", "gate", "convert")
-COMPONENTS += ("cache",)
+COMPONENTS += ("index", "cache")
 Opener = Callable[[str], AbstractContextManager]
 
 _NOTHING = nullcontext()
