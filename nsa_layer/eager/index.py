@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from nsa_layer.call import CallSpec
 from nsa_layer.config import NSAConfig
@@ -24,9 +25,8 @@ def score_blocks(q_index: Tensor, keys: Tensor, t: Tensor, *, config: NSAConfig,
     """
     (S, size), N = (keys.shape[-1], config.block_size), config.num_blocks(keys.shape[-1])
     z = (q_index @ keys).mul_(scale)
-    last = z[..., -(S - (N - 1) * size) :].amax(-1)  # a short last block
     full = z[..., : S // size * size].unflatten(-1, (-1, size)).amax(-1)
-    scores = full if S % size == 0 else torch.cat([full, last.unsqueeze(-1)], -1)
+    scores = F.pad(full, (0, N - S // size))  # a short last block is the own one of all queries that see it
     # Only a query's own block has tokens that it does not see.
     own, at = t // size, (t // size)[:, None] * size + torch.arange(size, device=t.device)
     seen = z.gather(-1, at.clamp(max=S - 1).expand(*z.shape[:2], -1, -1))

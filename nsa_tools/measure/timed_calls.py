@@ -31,7 +31,7 @@ class Variant:
 def gradients(
     outputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor], inputs: dict[str, torch.Tensor], do: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Of o by do, and of an index' loss beside it; an index has none of o."""
+    """Gradients of inputs: of o, weighted by do, and of an index' loss beside it; None for an input of neither."""
     o, *loss = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.autograd.grad([o, *loss], list(inputs.values()), [do, *[None] * len(loss)], allow_unused=True)
 
