@@ -163,10 +163,7 @@ def training_batch(ids: Tensor, tokens: int, seed: int, device: str, step: int) 
 def by_mass(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, scale: float) -> Tensor:
     """Lists of the blocks that have most of dense attention's probability."""
     lists = [best_blocks(mass, at, config) for at, mass in dense_mass(q, k, config.block_size, scale)]
-    last = torch.iinfo(torch.int64).max  # -1 stands behind the blocks
-    lists = torch.cat(lists, dim=2).transpose(1, 2)
-    lists = lists.masked_fill(lists < 0, last).sort().values
-    return lists.masked_fill(lists == last, -1).int()
+    return torch.cat(lists, dim=2).transpose(1, 2)
 
 
 def by_published_rule(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, scale: float) -> Tensor:

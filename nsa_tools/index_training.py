@@ -22,6 +22,7 @@ from nsa_layer import NSAConfig, index_loss
 from nsa_layer.branches import Branches
 from nsa_layer.call import Call, Saved
 from nsa_layer.operators.layer import INPUTS, OP, static_spec
+from nsa_layer.reference import SelectionScores, forced_blocks, select_blocks
 from nsa_tools.demo.checkpoint import load_checkpoint, save_checkpoint
 from nsa_tools.demo.train import StopRequest
 
@@ -30,7 +31,7 @@ ROWS = 512  # queries whose dense probabilities are in memory at a time
 
 
 class Coverage(NamedTuple):
-    """Of one call of attention: dense attention's probability in the chosen blocks, and in the best ones as many."""
+    """Dense attention's probability in the blocks that a call chose, and in as many of the best ones."""
 
     chosen: float
     best: float
@@ -53,29 +54,23 @@ def index_parameters(model: nn.Module) -> list[nn.Parameter]:
 def index_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """While entered, a model is frozen and in eval mode but for its indices, whose parameters are yielded.
 
-    No activation of one layer is kept for another's backward.
+    No activation of one layer is kept for another's backward: `nsa` gives o no gradient in an index.
     """
     layers, parameters = indices_of(model), index_parameters(model)
     modes = {part: part.training for part in model.modules()}
     frozen = {x: x.requires_grad for x in model.parameters()}
-
-    def detached(layer: nn.Module, inputs: Any, o: Any) -> Any:
-        return o.detach() if isinstance(o, Tensor) else (o[0].detach(), *o[1:])
-
-    with ExitStack() as stack:
+    try:
         model.eval().requires_grad_(False)
         for layer in layers:
             layer.training = True  # of the layer alone: what it holds stays in eval mode
-            stack.callback(layer.register_forward_hook(detached).remove)
         for x in parameters:
             x.requires_grad_()
-        try:
-            yield parameters
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
-            for x, needs_grad in frozen.items():
-                x.requires_grad_(needs_grad)
+        yield parameters
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        for x, needs_grad in frozen.items():
+            x.requires_grad_(needs_grad)
 
 
 @contextmanager
@@ -196,20 +191,21 @@ def _coverage(call: Call, lists: Tensor) -> Coverage:
         raise ValueError(f"coverage needs more than {n} blocks of {size} tokens, got {T} tokens")
     sums, count = torch.zeros(2, dtype=torch.float64), 0
     for at, mass in dense_mass(call.q, call.k, size, call.spec.softmax_scale, first=first):
-        listed = lists[:, at].transpose(1, 2).long()  # [B, Hkv, rows, n]
-        chosen = mass.gather(-1, listed.clamp(min=0)).masked_fill(listed < 0, 0)
-        best = mass.gather(-1, best_blocks(mass, at, config)).sum()
-        sums, count = sums + torch.stack([chosen.sum(), best]).cpu(), count + mass[..., 0].numel()
+        for i, listed in enumerate((lists[:, at].transpose(1, 2), best_blocks(mass, at, config))):
+            listed = listed.long()  # [B, Hkv, rows, n]
+            sums[i] += mass.gather(-1, listed.clamp(min=0)).masked_fill(listed < 0, 0).sum().cpu()
+        count += mass[..., 0].numel()
     return Coverage(*(sums / count).tolist())
 
 
 def best_blocks(mass: Tensor, at: Tensor, config: NSAConfig) -> Tensor:
-    """The forced blocks and those of most mass [B, Hkv, rows, blocks], of queries at positions ``at``: int64
-    [B, Hkv, rows, n], -1 where there are fewer."""
-    u, own = torch.arange(mass.shape[-1], device=at.device), (at // config.block_size)[:, None]
-    forced = (u < config.init_blocks) | (u > own - config.local_blocks)
-    best = (mass + 2 * forced).masked_fill(u > own, -1).topk(min(config.block_counts, mass.shape[-1]))
-    return best.indices.masked_fill(best.values < 0, -1)
+    """The forced blocks and those of most mass [B, Hkv, rows, blocks], of queries at positions ``at``: int32
+    [B, Hkv, rows, n], ascending, padded with -1."""
+    t, blocks = at[:, None], mass.shape[-1]
+    start = torch.arange(blocks, device=at.device) * config.block_size
+    forced = forced_blocks(t, t, start, blocks * config.block_size, config=config, causal=True)
+    scores = SelectionScores(mass.masked_fill(start > t, -torch.inf), start <= t, forced)
+    return select_blocks(scores, config=config, width=min(config.block_counts, blocks))
 
 
 def dense_mass(
