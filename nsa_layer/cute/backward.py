@@ -57,7 +57,7 @@ def backward(
         if call.one_branch:
             if call.block_indices is None:
                 call = call._replace(block_indices=saved.block_indices)
-            grads = backward_selected(call, varlen, do, o, saved.lse_slc)
+            grads = backward_selected(call, varlen, do, o, saved.lse_slc, dq)
             return *grads, *[None] * (len(DIFFERENTIABLE) - 3)
         of_keys = (*call[1:3], call.k_win, call.v_win)[: 4 if window is None else 2]
         dense = dict(memory_format=torch.contiguous_format)
@@ -268,10 +268,13 @@ def _add_selected(
         backward_dkdv(*call[:3], do, *rows, pairs, **into, causal=spec.causal, q_offset=call.q_offset, **starts)
 
 
-def backward_selected(call: Call, varlen: Varlen, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `forward_selected`."""
+def backward_selected(
+    call: Call, varlen: Varlen, do: Tensor, o: Tensor, lse: Tensor, dq: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, which is written if it is given, dk and dv of `forward_selected`."""
     (q, k, v), spec, (T, Hq) = call[:3], call.spec, call.q.shape[-3:-1]
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq
     count = T if varlen.cu_seqlens is None else T + SUMS_STEP * (len(varlen.cu_seqlens) - 1)
     shape = (*q.shape[:-3], Hq, -(-count // SUMS_STEP) * SUMS_STEP)
     dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))

@@ -100,14 +100,14 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
         torch.testing.assert_close(x, whole, **CLOSE, msg=lambda message: f"{name}: {message}")
 
 
-def in_steps(work: Callable[..., None]) -> Callable[..., None]:
+def in_steps(work: Callable[..., Any]) -> Callable[..., Any]:
     """Work a few heads at a time, however short calls are."""
 
     @wraps(work)
-    def worked(*args: Any, **given: Any) -> None:
+    def worked(*args: Any, **given: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layout, "STEPS_FROM", 1)
-            work(*args, **given)
+            return work(*args, **given)
 
     return worked
 

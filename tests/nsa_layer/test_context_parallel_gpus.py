@@ -155,16 +155,18 @@ def test_a_call_compiles_whole(group: Any, mode: str, name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @by_ranks(fixture="on_gpus")
-def test_ranks_attend_to_lists(group: Any, mode: str) -> None:
-    """Against the eager backend's call of the whole."""
+def test_ranks_attend_to_lists(group: Any, mode: str, by_head: bool) -> None:
+    """Against the eager backend's call of the whole; by head gathering ranks write dq of some heads in place."""
     cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=1000, config=CONFIG)
     inputs = make_inputs(case, f"cuda:{cp.rank}")
     lists = torch.randint(-1, 15, (1, 1000, 2, 5), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     lists, attend = lists.to(inputs.q.device), partial(selected_attention, block_size=64)
     expected = step(partial(attend, backend="eager"), inputs.tensors("do"), lists)
-    got = step(partial(attend, cp=cp), drawn(case, cp), shard_sequence(lists, cp).contiguous())
+    of_rank = in_steps(step) if by_head else step
+    got = of_rank(partial(attend, cp=cp), drawn(case, cp), shard_sequence(lists, cp).contiguous())
     for x, y in zip(got, expected, strict=True):
         error = (x - shard_sequence(y, cp)).float().abs().max()
         assert error <= 2**-6 * y.float().abs().max(), error

@@ -15,11 +15,12 @@ from stub_kernels import stubbed_layer
 
 from nsa_layer import ContextParallel, NSAConfig, nsa
 from nsa_layer.call import Call, CallSpec, Saved
+from nsa_layer.config import ListConfig
 from nsa_layer.context_parallel import attend, gather, gather_loop, heads
 from nsa_layer.context_parallel.layout import ShardLayout, query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
 from nsa_layer.cute.branch_options import window_options
-from nsa_layer.cute.memory_plan import MemoryPolicy, predict
+from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, predict
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.operators.layer import static_arguments
 
@@ -89,6 +90,19 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
     assert adds and of_keys.keys() == {"k", "v"}
     for x, rows in ((k, given.k_win), (k, given.v_win), (dk, grads[2]), (dv, grads[3])):
         assert rows.shape == (1, 278, 2, 64) and rows.data_ptr() == x[:, 22:].data_ptr()
+
+
+def test_gradients_of_queries_are_written_in_place() -> None:
+    """Those of some heads, by the selected branch alone too: gathering ranks copy none."""
+    from nsa_layer.cute import backward as page
+
+    q, k, heads = torch.zeros(1, 150, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 150, 1, 64).bfloat16(), slice(2, 4)
+    lists, dq = torch.zeros(1, 150, 1, 2, dtype=torch.int32), torch.zeros_like(q)[:, :, heads]
+    spec = CallSpec(ListConfig(block_size=64), True, 1.0, listed=True)
+    call, saved = Call(q[:, :, heads], k, k, block_indices=lists, spec=spec), Saved(lse_slc=torch.zeros(1, 2, 150))
+    with stubbed_layer():
+        plan = MemoryPlan(((0, 1),), (False,) * 3)
+        assert page.backward(call, saved, q[:, :, heads], plan=plan, o=q[:, :, heads], dq=dq)[0] is dq
 
 
 @by_ranks()
