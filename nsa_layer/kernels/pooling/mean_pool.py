@@ -93,8 +93,11 @@ class PoolKernel:
             cu_seqlens, cu_blocks = starts_or_tables
             s = sequence_at(cu_blocks, tile, self.blocks)
             token, row = cu_seqlens[s], cu_blocks[s]
-            rows = cu_blocks[s + 1] - row
-            tile -= row // self.blocks + s
+            rows = cutlass.min(cu_blocks[s + 1], rows) - row
+            before, whole = row // self.blocks + s, rows // self.blocks
+            tile -= before
+            if s == cu_blocks.shape[0] - 2 and tile >= whole:
+                self.clear_behind(tensors, row + rows + tile - whole, tiles - before - whole, head, is_value)
         first = tile * self.blocks
         count = cutlass.min(rows - first, self.blocks)
         span = (token + first * self.pooling.d, row + first, count)
@@ -123,6 +126,22 @@ class PoolKernel:
         self.sum_segments((x, tables[0], *where), token, count, sums, plan)
         cute.arch.sync_threads()
         self.write_means(sums, (mean, tables[1], *where), (mean_too, None, *where), row, count, plan)
+
+    @cute.jit
+    def clear_behind(self, tensors: tuple, first: Int32, step: Int32, head: Int32, is_value: Int32):
+        """Write 0 to every `step`-th mean from `first` on: thread blocks without a whole tile of the last sequence
+        share those behind it."""
+        _, mV, mKMean, mKMeanToo, mVMean = tensors
+        tidx, _, _ = cute.arch.thread_idx()
+        for row in cutlass.range(first, mKMean.shape[0], step, unroll=1):
+            if is_value == 0:
+                for i in cutlass.range(tidx, self.key.D, THREADS, unroll=1):
+                    mKMean[row, head, i] = mKMean.element_type(0.0)
+                    if const_expr(mKMeanToo is not None):
+                        mKMeanToo[row, head, i] = mKMeanToo.element_type(0.0)
+            elif const_expr(mV is not None):
+                for i in cutlass.range(tidx, self.value.D, THREADS, unroll=1):
+                    mVMean[row, head, i] = mVMean.element_type(0.0)
 
     def rows(self, x: tuple, first: Int32) -> cute.Tensor:
         """[rows, D] of a sequence's head from the first on; of a cache with a page table up to the end of the page."""
@@ -283,9 +302,8 @@ def mean_pool(
         return (), v_mean
     D, Dv = k.shape[-1], 0 if v is None else v.shape[-1]
     blocks = (total_blocks,) if k.dim() == 3 else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
-    make = torch.empty if total_blocks is None else torch.zeros
-    k_means = tuple([make((*blocks, *k.shape[-2:]), dtype=dtype, device=k.device) for dtype in k_dtypes])
-    v_mean = None if v is None else make((*blocks, *v.shape[-2:]), dtype=v_dtype, device=v.device)
+    k_means = tuple([k.new_empty((*blocks, *k.shape[-2:]), dtype=dtype) for dtype in k_dtypes])
+    v_mean = None if v is None else v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
     if blocks[-1] == 0:
         return k_means, v_mean
     too = k_means[1] if len(k_means) == 2 else None

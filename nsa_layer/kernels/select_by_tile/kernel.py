@@ -81,7 +81,9 @@ class BlockTopK:
         number = groups - 1 - number
         if const_expr(spec.packed):
             sequence, group, tiles_before = tile_to_batch(mCu, q_tile, spec.tiles, number)
-            there = sequence >= 0  # there may be fewer groups
+            there = sequence >= 0  # there are fewer groups
+            if not there:
+                self.empty_lists(mIndices, mCounts, head, tiles_before + group, groups - number + group)
             sequence = cutlass.max(sequence, 0)
             T = mCu[sequence + 1] - mCu[sequence]
             keys_before, out = mCu_blocks[sequence], Int32(0)
@@ -268,6 +270,16 @@ class BlockTopK:
             register_topk.insert(best[t], keys, first)
 
     @cute.jit
+    def empty_lists(self, mIndices: cute.Tensor, mCounts: cute.Tensor, head: Int32, first: Int32, step: Int32):
+        """Every `step`-th list from `first` on, behind those of the last sequence, is empty."""
+        tidx, _, _ = cute.arch.thread_idx()
+        for row in cutlass.range(first, mIndices.shape[2], step, unroll=1):
+            for i in cutlass.range(tidx, mIndices.shape[3], THREADS, unroll=1):
+                mIndices[0, head, row, i] = Int32(-1)
+            if tidx == 0:
+                mCounts[0, head, row] = Int32(0)
+
+    @cute.jit
     def store_lists(self, best: list[RegisterTopK], sLists: cute.Tensor, warp_m: Int32, warp_n: Int32, lane: Int32):
         spec = self.spec
         for t in cutlass.range_constexpr(spec.lists):
@@ -307,17 +319,16 @@ def block_topk(
     forced = (config.init_blocks, config.local_blocks, config.forces_too_many)
     spec = TopKSpec(D, Hq // Hkv, share, causal, *forced, packed)
     T = q.shape[-3]
-    if packed:  # as many groups as there may be
+    if packed:  # as many groups as there may be, and one without tiles, which empties lists
         B, sequences = 1, len(cu_seqlens) - 1
         M = config.num_tiles(T, sequences)
-        groups = (M + sequences * (spec.tiles - 1)) // spec.tiles
+        groups = (M + sequences * (spec.tiles - 1)) // spec.tiles + 1
     else:
         B, M = q.shape[0], config.num_tiles(T)
         groups = -(-M // spec.tiles) * B
     queries, keys = pooled_queries(q, k_mean, q_tile=config.q_tile, own=not causal, tiles=M * B, cu_seqlens=cu_seqlens)
-    shape, whole = (B, Hkv, M, config.list_width(T)), dict(dtype=torch.int32, device=q.device)
-    indices = torch.full(shape, -1, **whole) if packed else torch.empty(shape, **whole)
-    counts = (torch.zeros if packed else torch.empty)(shape[:-1], **whole)
+    indices = torch.empty(B, Hkv, M, config.list_width(T), dtype=torch.int32, device=q.device)
+    counts = torch.empty(indices.shape[:-1], dtype=torch.int32, device=q.device)
     if counts.numel():
         numbers = (groups, T, config.block_size, config.q_tile, config.block_counts)
         heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)
