@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -136,6 +137,10 @@ class NSAConfig:
     def computes(self, branch: str) -> bool:
         """True if a branch is computed: one of ``branches``, and a window has tokens."""
         return branch in self.branches and (branch != "window" or self.window_size > 0)
+
+    def of_branches(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Of a value for each of `BRANCHES`, those of the branches that are there."""
+        return tuple(x for x, name in zip(values, BRANCHES, strict=True) if name in self.branches)
 
     @property
     def window_reach(self) -> int:

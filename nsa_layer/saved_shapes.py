@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from nsa_layer.call import LSES, Call, Saved, accumulation_dtype, lse_shape
+from nsa_layer.config import BRANCHES
 from nsa_layer.support import reads_unions
 
 Tensor, Shape = torch.Tensor, tuple[int, ...]
@@ -31,15 +32,16 @@ def saved_shapes(call: Call, *, kept: Sequence[bool]) -> Saved:
             found |= dict(index_mass=(of_lists, exactly), index_tokens=(of_lists, whole), index_sums=((2,), exactly))
     if spec.backend != "cute" or call.one_branch:
         return Saved(**found)
-    if not reads_unions(config, listed=spec.listed):
+    if config.computes("selected") and not reads_unions(config, listed=spec.listed):
         found["block_counts"] = ((*lead, Hkv, tiles), whole)
-    for name, size in (("k", D), ("v", Dv)):
+    for name, size in (("k", D), ("v", Dv)) if config.computes("compressed") else ():
         if getattr(call, f"{name}_cmp") is None:
             found[f"{name}_cmp"] = ((*lead, call.num_compressed, Hkv, size), q.dtype)
             if getattr(call, f"compress_{name}_weight") is not None:
                 found[f"{name}_mean"] = ((*lead, call.num_compressed, Hkv, size), exactly)
-    outputs = zip(("o_cmp", "o_slc", "o_swa"), (*kept[:2], kept[2] and config.window_size > 0))
-    return Saved(**found | {name: ((*q.shape[:-1], Dv), q.dtype) for name, keep in outputs if keep})
+    outputs = zip(BRANCHES, ("o_cmp", "o_slc", "o_swa"), kept)
+    found |= {name: ((*q.shape[:-1], Dv), q.dtype) for of, name, keep in outputs if keep and config.computes(of)}
+    return Saved(**found)
 
 
 def fitted(x: Tensor | None, of: tuple[Shape, torch.dtype] | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from nsa_layer.call import Call
-from nsa_layer.config import BRANCHES, NSAConfig
+from nsa_layer.config import NSAConfig
 
 BACKENDS = {
     "cute": "nsa_layer.cute.pages",
@@ -102,7 +102,8 @@ SUPPORTED = (
     *(f"head dimension ({D}, {D})" for D in ROW_LENGTHS),
     "block_size that divides 128 or is a multiple of 64",
     "any compress_stride, not causal",
-    "rule='index', the selected branch without gates",
+    "rule='index'",
+    "branches left out",
     "q_tile 1",
     "q_tile 2 to 64",
     "q_tile 128 and 256",
@@ -129,13 +130,8 @@ LACKING: dict[str, Callable[[Call], bool]] = {
     "blocks that more than 64 compressed keys overlap": _has_too_many_overlaps,
     "compress_offset 0 with compress_stride 1": _shows_incomplete_keys,
     "rule='seed'": lambda call: call.config.rule == "seed",
-    "rule='index' with gates or other branches": lambda call: _has_index(call) and not call.one_branch,
-    "nsa_with_kvcache with rule='index'": lambda call: call.cache is not None and _has_index(call),
     "the index' loss": lambda call: call.spec.index_loss,
     "index of other than 16, 32, 64 or 128 dimensions": _has_other_index,
-    "branches left out, rule='nsa'": lambda call: (
-        not (_has_index(call) or call.alone or call.config.branches == BRANCHES)
-    ),
 }
 
 

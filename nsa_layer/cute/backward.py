@@ -8,6 +8,7 @@ from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call import DIFFERENTIABLE, Call, Saved
+from nsa_layer.config import BRANCHES
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend_branch, attend_selected, compiling
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
@@ -98,81 +99,91 @@ def backward_group(
         dk_win, dv_win: None where the window reads k, and v.
         window_adds: dk_win and dv_win are parts of dk and dv.
     """
-    (q, k, v, gate_weight, gates, w_k, w_v), spec = call[:7], call.spec
+    (q, k, v, gate_weight, gates, w_k, w_v), spec, config = call[:7], call.spec, call.config
+    compressed, selected, window = map(config.computes, BRANCHES)
     k_cmp = saved.k_cmp if call.k_cmp is None else call.k_cmp
     v_cmp = saved.v_cmp if call.v_cmp is None else call.v_cmp
-    scale, ordered = spec.softmax_scale, dict(deterministic=spec.config.deterministic)
-    of_cmp, of_swa = compressed_options(call, varlen), window_options(call, varlen)
+    scale, ordered = spec.softmax_scale, dict(deterministic=config.deterministic)
+    of_cmp = compressed_options(call, varlen) if compressed else None
+    of_swa = window_options(call, varlen) if window else None
     cu_seqlens, fixed = varlen.cu_seqlens, dict(softmax_scale=scale)
-    unions = reads_unions(spec.config, listed=spec.listed)
+    unions = selected and reads_unions(config, listed=spec.listed)
     # Without unions dk and dv of the selected branch read lists by key tile; so does dq, unless its own pass is faster.
-    split_dq, window = unions or use_split_dq(q, v, spec), spec.config.window_size > 0
-    by_key, by_query = _selected_lists(call, varlen, saved, split_dq)
-    calls = dict(cmp=dict(k=k_cmp, v=v_cmp, **of_cmp, **ordered)) if k_cmp.shape[-3] else {}
-    if window or (unions and not calls):  # the rows of a call that adds nothing, where there is no other
+    split_dq = unions or selected and use_split_dq(q, v, spec)
+    by_key, by_query = _selected_lists(call, varlen, saved, split_dq) if selected else (None, None)
+    calls = dict(cmp=dict(k=k_cmp, v=v_cmp, **of_cmp, **ordered)) if compressed and k_cmp.shape[-3] else {}
+    if window:
         calls["swa"] = dict(zip("kv", call.of_window), **of_swa, **ordered)
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
         calls["slc"] = dict(k=k, v=v, **by_key, **ordered)
     sequences = None if cu_seqlens is None else len(cu_seqlens)  # which the spec of bounds does not say
     layouts = backward_layouts(q, tuple(calls.values()), key=(spec, sequences, call.q_offset is None))
+    start = layouts[0].dq.start if layouts else SUMS_STEP
 
-    outputs = _recompute(call, saved, (k_cmp, v_cmp), of_cmp, by_query, of_swa if window else None)
+    outputs = _recompute(call, saved, (k_cmp, v_cmp), of_cmp, by_query, of_swa)
     with component("gate"):
-        lses = (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
-        gating = dict(g=saved.g, q=q, gate_weight=gate_weight, gates=gates, tile_m=layouts[0].dq.start, out=dq)
-        gate = gated_sum_backward(do, *outputs, *lses, **gating, cu_seqlens=cu_seqlens)
-    del outputs
+        of_columns = map(config.of_branches, (outputs, (saved.lse_cmp, saved.lse_slc, saved.lse_swa)))
+        gating = dict(g=saved.g, q=q, gate_weight=gate_weight, gates=gates, tile_m=start, out=dq)
+        gate = gated_sum_backward(do, *of_columns, **gating, cu_seqlens=cu_seqlens)
+    del outputs, of_columns
     # Equal and sigmoid gates are in lse_log2: all branches get the same do.
-    do_cmp, do_slc, do_swa = gate.do_branches or (do, do, do)
-    rows_cmp, rows_slc, rows_swa = zip(gate.dpsum, gate.lse_log2)
+    names = config.of_branches(("cmp", "slc", "swa"))
+    dos = dict(zip(names, gate.do_branches or (do,) * len(names)))
+    rows = dict(zip(names, zip(gate.dpsum, gate.lse_log2)))
     # The window adds to dk and dv of the selected branch where both read the same.
     apart = dk_win is not None or dv_win is not None
-    names = [name if name == "cmp" or (name == "swa" and apart) else "tokens" for name in calls]
-    sums = GradAccumulators(layouts, q.device, softmax_scale=scale, keys=names)
+    keys = [name if name == "cmp" or (name == "swa" and apart) else "tokens" for name in calls]
+    sums = GradAccumulators(layouts, q.device, softmax_scale=scale, keys=keys)
     dk, dv = KeyGradient(dk), KeyGradient(dv)
     pairs = ((dk, dk_win), (dv, dv_win))
     of_window = [grad if x is None else KeyGradient(x, filled=window_adds) for grad, x in pairs]
 
-    def launch(name: str, do: Tensor, rows: tuple[Tensor, Tensor], **into: Tensor) -> tuple[Tensor | None, ...]:
+    def launch(name: str, **into: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the accumulators; returns dk and dv where the call stores them instead."""
-        shared = sums.share(*rows, with_dq=not calls[name].get("without_dq"))
-        return _flash_attn_bwd(q, out=None, dout=do, lse=None, **calls[name], **fixed, shared=shared, **into)[1:]
+        shared = sums.share(*rows[name], with_dq=not calls[name].get("without_dq"))
+        more = calls[name] | fixed | into
+        return _flash_attn_bwd(q, out=None, dout=dos[name], lse=None, **more, shared=shared)[1:]
 
     with component("cmp"):
-        pairs = (k_cmp, call.k_cmp, w_k), (v_cmp, call.v_cmp, w_v)
-        dk_cmp, dv_cmp = (_compressed_gradient(*pair, packed=call.packed) for pair in pairs)
-        if "cmp" in calls and launch("cmp", do_cmp, rows_cmp, dk=dk_cmp, dv=dv_cmp)[0] is None:
+        pairs = ((k_cmp, call.k_cmp, w_k), (v_cmp, call.v_cmp, w_v)) if compressed else ()
+        dk_cmp, dv_cmp = [_compressed_gradient(*pair, packed=call.packed) for pair in pairs] or (None, None)
+        if "cmp" in calls and launch("cmp", dk=dk_cmp, dv=dv_cmp)[0] is None:
             sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
     stored = []
     if window:
         with component("swa"):
-            stored.append(launch("swa", do_swa, rows_swa))
+            stored.append(launch("swa"))
     accum = None
-    if not unions:
+    if by_key is not None:
         with component("slc"):
-            stored.append(launch("slc", do_slc, rows_slc))
+            stored.append(launch("slc"))
         if split_dq:
             accum = sums.take_dq(layouts[-1])
     with component("convert"):
         add = sums.write_dq(dq, cu_seqlens, add=gate_weight is not None)
     if split_dq:
         with component("slc_dq" if unions else "slc"):
-            into = dict(dq=dq, accum=accum, add=add, start=layouts[-1].dq.start)
-            backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query))
+            into = dict(dq=dq, accum=accum, add=add, start=start)
+            backward_dq(q, k, v, dos["slc"], *rows["slc"], **fixed, **into, **dq_options(by_query))
+    elif not add:
+        dq.zero_()
     del accum
-    dw_k, dw_v = _compress_backward(call, saved, (dk_cmp, dv_cmp), dk, dv, pooling_options(call.config, varlen))
+    d_weights = _compress_backward(call, varlen, saved, (dk_cmp, dv_cmp), dk, dv) if compressed else (None, None)
     with component("convert"):
         if apart and not window_adds:
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], varlen.cu_seqlens_k)
     if unions:
-        _add_selected(call, varlen, saved.block_indices, do_slc, rows_slc, dk, dv, layouts[-1].dq.start)
+        _add_selected(call, varlen, saved.block_indices, dos["slc"], rows["slc"], dk, dv, start)
+    for grad in (dk, dv):
+        if not (grad.filled or unions):
+            grad.out.zero_()
     if window_adds:  # where the others have written
         with component("convert"):
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
     dk_cmp, dv_cmp = None if call.k_cmp is None else dk_cmp, None if call.v_cmp is None else dv_cmp
-    return gate.d_weight, gate.d_gates, dw_k, dw_v, dk_cmp, dv_cmp
+    return gate.d_weight, gate.d_gates, *d_weights, dk_cmp, dv_cmp
 
 
 def _compressed_gradient(x: Tensor, of_caller: Tensor | None, weight: Tensor | None, *, packed: bool) -> Tensor:
@@ -196,20 +207,20 @@ def _recompute(
     call: Call,
     saved: Saved,
     compressed: tuple[Tensor, Tensor],
-    of_cmp: dict,
+    of_cmp: dict | None,
     of_slc: dict | None,
     of_swa: dict | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """The branches' outputs; unsaved ones are recomputed by the same launches, which give the same bits.
 
     Args:
-        of_cmp, of_slc, of_swa: options of their calls; None for the window: there is none.
+        of_cmp, of_slc, of_swa: options of their calls; None for a branch that is not there.
     """
     (q, k, v), spec, o_cmp, o_slc, o_swa = call[:3], call.spec, saved.o_cmp, saved.o_slc, saved.o_swa
-    if o_cmp is None:
+    if o_cmp is None and of_cmp is not None:
         with component("cmp"):
             o_cmp = attend_branch(q, *compressed, spec, of_cmp)[0]
-    if o_slc is None:
+    if o_slc is None and of_slc is not None:
         with component("slc"):
             o_slc = attend_selected(q, k, v, spec, of_slc)[0]
     if o_swa is None and of_swa is not None:
@@ -220,11 +231,11 @@ def _recompute(
 
 def _compress_backward(
     call: Call,
+    varlen: Varlen,
     saved: Saved,
     d_compressed: tuple[Tensor, Tensor],
     dk: KeyGradient,
     dv: KeyGradient,
-    options: dict,
 ) -> list[Tensor | None]:
     """Write the parts of dk and dv that come through the compressed keys that were made; gradients of their weights."""
     of_means, of_weights = [], []
@@ -237,7 +248,7 @@ def _compress_backward(
             grad.filled = d_mean is not None
             of_means.append(d_mean)
             of_weights.append(d_weight)
-        mean_pool_backward(*of_means, dk.out, dv.out, **options)
+        mean_pool_backward(*of_means, dk.out, dv.out, **pooling_options(call.config, varlen))
     return of_weights
 
 

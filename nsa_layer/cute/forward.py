@@ -62,39 +62,44 @@ def forward(
             o, lse = forward_selected(call, varlen)
             return o, Saved(block_indices=lists, lse_slc=lse)
         o = new_outputs(*call[:3:2])[0] if o is None else o
-        saved, Hkv = Saved(), call.k.shape[-2]
+        saved, Hkv, config = Saved(), call.k.shape[-2], spec.config
         for group in plan.groups:
             part = head_group(call, *group)
-            (q, k, v), block_indices = part[:3], part.block_indices
+            q, k, v = part[:3]
+            o_cmp = o_slc = o_swa = lse_cmp = lse_slc = lse_swa = k_scored = k_cmp = v_cmp = indices = counts = None
+            means = (None, None)
             # The window needs q, k and v alone: the GPU has work at once, while the host launches short kernels.
-            o_swa = lse_swa = None
-            if spec.config.window_size:
+            if config.computes("window"):
                 into = None if side_stream is None else new_outputs(q, v)
                 with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
                     o_swa, lse_swa = attend_branch(q, *part.of_window, spec, window_options(part, varlen), into)
-            with component("compress"):
-                k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen)
-            with component("cmp"):
-                o_cmp, lse_cmp = attend_branch(q, k_cmp, v_cmp, spec, compressed_options(part, varlen))
-            with component("choose"):
-                indices, counts = block_indices, None
-                if block_indices is None:
-                    scored = k_cmp if spec.config.by_token else k_scored
-                    indices, counts = select_blocks(part, varlen, scored, lse_cmp)
-                    del scored
-            del k_scored
-            with component("lists"):
-                of_slc = selected_options(part, varlen, indices, counts, backward=False)
-            with component("slc"):
-                o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, call.pages)
+            if config.computes("compressed"):
+                with component("compress"):
+                    k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen)
+                with component("cmp"):
+                    o_cmp, lse_cmp = attend_branch(q, k_cmp, v_cmp, spec, compressed_options(part, varlen))
+            if config.computes("selected"):
+                with component("choose"):
+                    indices = part.block_indices
+                    if indices is None:
+                        scored = k_cmp if config.by_token else k_scored
+                        indices, counts = select_blocks(part, varlen, scored, lse_cmp)
+                        del scored
+                del k_scored
+                with component("lists"):
+                    of_slc = selected_options(part, varlen, indices, counts, backward=False)
+                with component("slc"):
+                    o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, call.pages)
             if side_stream is not None:
                 side_stream.join()
             with component("gate"):
                 into = narrow(o, -2, query_heads(*call[:2], *group))
-                g = gated_sum(q, o_cmp, o_slc, o_swa, gate_weight=part.gate_weight, gates=part.gates, out=into)[1]
-            selection = (indices, counts) if block_indices is None else (None, None)
+                outputs = (o_cmp, o_slc, o_swa)
+                gating = dict(gate_weight=part.gate_weight, gates=part.gates, out=into)
+                g = gated_sum(q, *config.of_branches(outputs), **gating)[1]
+            selection = (indices, counts) if part.block_indices is None else (None, None)
             compressed = k_cmp if part.k_cmp is None else None, v_cmp if part.v_cmp is None else None
-            outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), plan.kept))
+            outputs = (x if keep else None for x, keep in zip(outputs, plan.kept))
             of_group = Saved(*selection, *compressed, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
             saved = join_saved(saved, of_group, group, Hkv)
     return o, saved
@@ -111,7 +116,7 @@ def _compressed(call: Call, varlen: Varlen) -> tuple[Tensor | None, Tensor, Tens
     w_k, w_v = call.compress_k_weight, call.compress_v_weight
     k, v = call.k if k_cmp is None else None, call.v if v_cmp is None else None
     exact, k_mean, v_mean = torch.float32, None, None
-    scored = call.block_indices is None and not call.config.by_token
+    scored = call.config.computes("selected") and call.block_indices is None and not call.config.by_token
     if k is not None or v is not None:
         k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
         options = pooling_options(call.config, varlen)
@@ -132,7 +137,7 @@ def forward_selected(call: Call, varlen: Varlen) -> tuple[Tensor, Tensor]:
     with component("lists"):
         options = selected_options(call, varlen, call.block_indices, backward=False)
     with component("slc"):
-        return attend_selected(*call[:3], call.spec, options)
+        return attend_selected(*call[:3], call.spec, options, call.pages)
 
 
 def compiling(call: Call, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:

@@ -31,10 +31,12 @@ def backward_layouts(q: Tensor, calls: Sequence[dict], *, key: Hashable) -> tupl
     """The layouts of these calls over the same queries, cached by `key` and shapes.
 
     Args:
-        calls: of the compressed branch (left out where it has no keys), then the window and the selected one: k, v and
-            the options of `_flash_attn_bwd` without softmax_scale.
+        calls: of the compressed branch (left out where it has no keys), then the window and the selected one, as far
+            as they are there: k, v and the options of `_flash_attn_bwd` without softmax_scale.
         key: everything that the options depend on but for the contents of tensors.
     """
+    if not calls:
+        return ()
     key = (key, q.shape, q.dtype, q.device, *(call["k"].shape for call in calls), calls[0]["v"].shape[-1])
     known = _known.get(key)
     if known is None:
@@ -68,7 +70,7 @@ class GradAccumulators:
         self._scale, self._device = softmax_scale, device
         self._waiting = list(zip(keys, layouts, strict=True))
         owners = {(name, layout.dk.place): layout for name, layout in self._waiting if layout.dk is not None}
-        flags = layouts[0].flags
+        flags = layouts[0].flags if layouts else None
         wanted = [part for layout in owners.values() for part in (layout.dk, layout.dv)]
         zeros = iter(zeroed(*wanted, *([flags] if flags else []), device=device))
         self._dk_dv = {key: (next(zeros), next(zeros), layout) for key, layout in owners.items()}

@@ -15,7 +15,9 @@ def head_group(call: Call, first: int, end: int) -> Call:
         return call
     query, key = query_heads(call.q, call.k, first, end), (first, end)
     parts = dict(q=narrow(call.q, -2, query), gates=narrow(call.gates, -2, query))
-    parts |= {name: narrow(getattr(call, name), -2, key) for name in ("k", "v", *OWN_KEYS)}
+    parts |= {name: narrow(getattr(call, name), -2, key) for name in ("k", "v", *OWN_KEYS, "q_index")}
+    if call.k_index is not None and call.k_index.shape[-2] > 1:
+        parts["k_index"] = narrow(call.k_index, -2, key)
     if call.block_indices is not None:
         of_query_heads = call.block_indices.shape[-2] == call.q.shape[-2]
         parts["block_indices"] = narrow(call.block_indices, -2, query if of_query_heads else key)

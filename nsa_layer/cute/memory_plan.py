@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import NamedTuple
 
 import torch
 
 from nsa_layer.call import Call
-from nsa_layer.config import NSAConfig, require_one_of
+from nsa_layer.config import BRANCHES, NSAConfig, require_one_of
 from nsa_layer.kernels.union_lists.sizes import CHUNKS, longest_work_tile, most_partials, union_capacity, words_of_entry
 from nsa_layer.support import UNION_BLOCK, UNION_ROWS, reads_unions
 
@@ -125,27 +126,29 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     """
     tokens, keys, e, config, width = sizes.tokens, sizes.keys, sizes.itemsize, sizes.config, sizes.list_width
     query_heads, rows, row_sizes = heads * (sizes.Hq // sizes.Hkv), tokens * sizes.Hq, sizes.D + sizes.Dv
-    tiles, blocks, kept = -(-tokens // config.q_tile), keys // config.stride, kept[: config.num_branches]
+    compresses, selects, slides = there = tuple(map(config.computes, BRANCHES))
+    tiles, blocks, kept = -(-tokens // config.q_tile), keys // config.stride * compresses, list(compress(kept, there))
     branch, row_numbers = tokens * query_heads * sizes.Dv * e, tokens * query_heads * 4 * config.num_branches
     compressed = blocks * heads * (row_sizes * e + sizes.D * 4)
     dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * keys * heads * row_sizes
-    if sizes.listed:
+    if sizes.listed or not selects:
         selection = 0
     elif config.q_tile == 1:  # neither pooled queries nor counts
         selection = 0 if sizes.needs_grad else tokens * heads * width * 4
     else:  # a tile's pooled query in fp32 and split into two fp16
         selection = tiles * (query_heads * sizes.D * 8 + heads * width * 8)
-    if sizes.unions:
-        query_lists, pairs = _union_bytes(sizes, heads)
-        # dq's accumulator is freed before dk and dv of the selected branch are computed.
-        lists, accumulators = query_lists, dk_dv_accum + max(dq_accum, pairs)
+    if sizes.unions or not selects:
+        query_lists, pairs = _union_bytes(sizes, heads) if selects else (0, 0)
+        # dq's accumulator is freed before dk and dv of the selected branch, which has none, are computed.
+        lists, accumulators = query_lists, slides * dk_dv_accum + max((compresses or slides) * dq_accum, pairs)
     else:
         query_lists, lists = 0, 64 * tiles * query_heads * width
         accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
     # Recomputed outputs are freed before accumulators; with the caller's gates outputs have gradients in memory.
     late = max(kept.count(False) * branch, accumulators) + config.num_branches * branch * (sizes.gate == "given")
-    saved_lists = 0 if sizes.listed else tiles * sizes.Hkv * (width + (not sizes.unions)) * 4
-    saved = rows * (sum(kept) * sizes.Dv * e + (config.num_branches + 3 * (sizes.gate != "none")) * 4)
+    saved_lists = 0 if sizes.listed or not selects else tiles * sizes.Hkv * (width + (not sizes.unions)) * 4
+    gates = len(config.branches) * (sizes.gate != "none")
+    saved = rows * (sum(kept) * sizes.Dv * e + (config.num_branches + gates) * 4)
     saved += blocks * sizes.Hkv * row_sizes * e + saved_lists
     with_gradients = rows + keys * (1 + sizes.own_window) * sizes.Hkv
     return {

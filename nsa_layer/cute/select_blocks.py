@@ -29,18 +29,20 @@ def _by_token_options(call: Call, varlen: Varlen) -> dict:
     return options
 
 
-def select_blocks(call: Call, varlen: Varlen, k_cmp: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def select_blocks(call: Call, varlen: Varlen, k_cmp: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The blocks listed for each token or query tile, ascending, padded with -1, and their counts.
 
     Args:
         k_cmp: [B, Tc, Hkv, D], packed [all, Hkv, D]: by token as the compressed branch reads them; by tile in fp32,
-            projected and not rounded.
+            projected and not rounded; not read by an index.
         lse: by token fp32 [B, Hq, T], packed [Hq, total], the branch's.
 
     Returns:
         int32 [B, M, Hkv, n] and, where unions are not read, [B, Hkv, M]; packed without B.
     """
     spec, config = call.spec, call.config
+    if config.rule == "index":
+        return choose_by_index(call, varlen), None
     options = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     options["cu_blocks"] = varlen.cu_compressed
     if config.by_token:

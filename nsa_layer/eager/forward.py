@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.call import LSES, Aux, Call, Saved, accumulation_dtype, equal_gates, require_choice_by_token
-from nsa_layer.config import BRANCHES
 from nsa_layer.eager.chunk_attention import attend_chunks, visible_compressed, visible_window
 from nsa_layer.eager.index import free_mass, is_free, loss_sums
 from nsa_layer.eager.list_attention import attend_lists
@@ -105,7 +104,7 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
                 found = saved_of_index(batch, lists, lse_slc, q_offset)
     with component("gate"):
         g = gate_values(batch.q, batch.gate_weight, batch.gates, len(config.branches))
-        o = gated_sum(g, *(o_i for o_i, name in zip((o_cmp, o_slc, o_swa), BRANCHES) if name in config.branches))
+        o = gated_sum(g, *config.of_branches((o_cmp, o_slc, o_swa)))
     found |= dict(block_indices=lists if batch.block_indices is None else None, index_scores=scores)
     found |= dict(g=None if batch.gate == "none" else g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
     return o.to(batch.q.dtype), Saved(**found)

@@ -18,6 +18,7 @@ from layer_calls import needs_hopper
 
 from nsa_layer import NSAConfig
 from nsa_layer.call import Aux, Call
+from nsa_layer.config import BRANCHES
 from nsa_layer.operators import attend
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -162,6 +163,21 @@ OPTIONS += [
     OF_INDEX | dict(T=1025, Hq=64, Hkv=4, index_dim=16, one_key=True),
     OF_INDEX | dict(lengths=PACK, config=by_index(block_size=16, init_blocks=0, local_blocks=0), index_dim=64),
     OF_INDEX | dict(T=9000, config=by_index(block_counts=128), index_dim=32),
+    OF_INDEX | dict(Hq=8, index_dim=32, gate="weight"),
+    OF_INDEX | dict(lengths=PACK, index_dim=16, gate="given", one_key=True),
+    OF_INDEX | dict(Hkv=4, config=by_index(branches=BRANCHES[1:]), index_dim=32, gate="weight"),
+    OF_INDEX | dict(config=by_index(branches=BRANCHES[1:], window_size=0), index_dim=32, gate="given"),
+    OF_INDEX
+    | dict(lengths=PACK, config=by_index(branches=BRANCHES), index_dim=32, gate="weight", compress_weights=True),
+]
+WITHOUT, OWN = dict(gate="none", compress_weights=False), dict(compress_weights=False)
+OPTIONS += [
+    WITHOUT | dict(lengths=PACK, config=NSAConfig(branches=BRANCHES[:1]), own_keys=OWN_KEYS[:1]),
+    WITHOUT | dict(T=40, config=NSAConfig(branches=BRANCHES[:1])),
+    OWN | dict(config=NSAConfig(branches=BRANCHES[2:]), gate="given", own_keys=OWN_KEYS[2:]),
+    dict(config=NSAConfig(branches=BRANCHES[:2])),
+    dict(config=by_tile(branches=BRANCHES[:2])),
+    OWN | dict(lengths=PACK, config=NSAConfig(branches=BRANCHES[::2]), own_keys=("k_cmp", "v_cmp", "v_win")),
 ]
 ON_HOPPER = [
     dict(config=DETERMINISTIC),

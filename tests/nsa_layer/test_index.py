@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -133,6 +135,29 @@ def test_it_is_compiled_whole(name: str) -> None:
         o, loss = call(**given, **static)
         results.append((o, loss, *torch.autograd.grad([o, loss], list(given.values()), [inputs.do, torch.tensor(2.0)])))
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("gate", ["none", "weight"])
+@pytest.mark.parametrize("branches", [of for n in (1, 2, 3) for of in itertools.combinations(BRANCHES, n)], ids=str)
+def test_a_branch_that_is_not_there_launches_nothing(branches: tuple[str, ...], gate: str) -> None:
+    """Of the kernels, forward and backward."""
+    pytest.importorskip("cutlass")
+    from stub_kernels import LAUNCHED, stubbed_layer
+
+    by_index = "selected" in branches
+    sizes = dict(T=300, D=64, dtype=torch.bfloat16, gate=gate, index_dim=32 * by_index, index_loss=False)
+    config = NSAConfig(branches=branches, rule="index" if by_index else "nsa", block_counts=4)
+    with stubbed_layer():
+        LAUNCHED.clear()
+        result = run("cute", make_inputs(Case(config=config, **sizes)))
+    names = Counter(at[0] for at, _ in LAUNCHED)
+    dense = len(branches) - by_index  # those that add to accumulators
+    assert names["_flash_attn_fwd"] == len(branches) and names["_flash_attn_bwd"] == dense
+    assert names["_bwd_postprocess_convert"] == (dense > 0) + 2 * dense  # dq once, and dk and dv of each
+    assert names["index_topk"] == by_index and names["union_lists"] == 2 * by_index
+    assert names["mean_pool"] == names["mean_pool_backward"] == ("compressed" in branches)
+    assert names["gated_sum"] == names["gated_sum_backward"] == (branches != ("selected",) or gate != "none")
+    assert result.aux.gates.shape[-1] == len(branches) and result.aux.index_scores is None
 
 
 def test_the_same_bits_twice() -> None:

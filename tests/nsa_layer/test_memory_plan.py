@@ -10,6 +10,7 @@ from layer_calls import needs_hopper
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
 from nsa_layer.call import Call
+from nsa_layer.config import BRANCHES as ALL_BRANCHES
 from nsa_layer.cute.memory_plan import Sizes, plan_memory, predict
 from nsa_layer.operators import attend
 from nsa_tools.measure.peak_memory import peak_bytes
@@ -57,6 +58,18 @@ def test_outputs_that_are_kept(recompute: str, kept: tuple[bool, ...]) -> None:
         assert plan.kept == kept and (plan.groups == ((0, 8),)) == (budget != 0)
         assert plan_memory(SIZES._replace(needs_grad=False), policy, CPU).kept == NOTHING
     assert predict(SIZES._replace(needs_grad=False), 8, NOTHING)["saved"] == 0
+
+
+def test_a_branch_that_is_not_there_takes_no_memory() -> None:
+    """The selected branch with gates: its output, log-sum-exp, gates and lists are saved; nothing has accumulators."""
+    config = TOKENS.replace(rule="index", branches=("selected",))
+    sizes = SIZES._replace(config=config)
+    one, whole = (predict(of, 8, ALL) for of in (sizes, SIZES._replace(config=TOKENS)))
+    assert one["saved"] == (1 << 16) * (32 * (128 * 2 + 2 * 4) + 8 * 16 * 4)
+    assert one["forward"] < whole["forward"] and one["backward"] < whole["backward"] - 4 * (1 << 16) * 32 * 128
+    window = predict(sizes._replace(config=TOKENS.replace(branches=("window",))), 8, ALL)
+    assert window["saved"] == (1 << 16) * 32 * (128 * 2 + 2 * 4)
+    assert predict(sizes._replace(config=config.replace(branches=ALL_BRANCHES)), 8, ALL) == whole
 
 
 def small_case(lengths: tuple[int, ...] | None, gate: str, deterministic: bool) -> Case:

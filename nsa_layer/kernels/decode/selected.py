@@ -35,7 +35,6 @@ from nsa_layer.kernels.decode.spec import (
     StepTensors,
 )
 from nsa_layer.kernels.decode.topk import Selection, candidates, rank_of
-from nsa_layer.kernels.gating.forward import EQUAL_SHARE
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
 
@@ -296,7 +295,7 @@ class RowShare:
             gates = new_row(mGates, tile.sequence, tile.token, head)
             return [gates[n].to(Float32) for n in range(3)]
         if mW is None:
-            return [Float32(EQUAL_SHARE)] * 3
+            return [Float32(1.0 / 3.0)] * 3
         q, gates = fragment(new_row(mQ, tile.sequence, tile.token, head), lane), []
         for n in range(3):
             w = fragment(mW[head, n, None], lane)

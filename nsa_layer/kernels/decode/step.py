@@ -11,6 +11,7 @@ import torch
 
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call
+from nsa_layer.config import BRANCHES
 from nsa_layer.kernels.decode.compressed import CompressedDecode
 from nsa_layer.kernels.decode.selected import SelectedDecode
 from nsa_layer.kernels.decode.spec import (
@@ -44,6 +45,8 @@ def supports(call: Call) -> bool:
     new = [x for x in (call.q, call.k, call.v, call.k_win, call.v_win) if x is not None]
     caches = cache.named((*TOKEN_CACHES, *COMPRESSED_CACHES)).values()
     if not 0 < call.longest <= MOST_QUERIES or call.block_indices is not None:
+        return False
+    if config.rule == "index" or config.branches != BRANCHES:
         return False
     if not config.by_token or config.block_size % KEYS or config.block_counts > MOST_BLOCKS:
         return False

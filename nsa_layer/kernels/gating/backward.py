@@ -17,6 +17,7 @@ small launch adds the CTAs' sums in a fixed order.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass
@@ -28,7 +29,6 @@ from cutlass.cute.nvgpu import cpasync
 from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.kernels.gating.forward import (
-    EQUAL_SHARE,
     LOG2_E,
     Layout,
     batched,
@@ -39,20 +39,19 @@ from nsa_layer.kernels.gating.forward import (
     pick,
     readable_weight,
     row_sum,
+    three,
     vector_of,
 )
 from nsa_layer.kernels.gating.reduce_partials import reduce_partials
 from nsa_layer.kernels.launch import DTYPES, launch
 
-LOG2_EQUAL_SHARE = math.log2(EQUAL_SHARE)
-
 Tensor = torch.Tensor
-Three = tuple[Tensor, Tensor, Tensor | None]
+OfBranches = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class GateGradients:
-    """Results of `gated_sum_backward`; branches in the order compressed, selected, sliding window.
+    """Results of `gated_sum_backward`; those of branches in the order of the outputs, None where one is None.
 
     Attributes:
         dq: the gates' share of q's gradient, in q's dtype; None without gate_weight.
@@ -65,13 +64,13 @@ class GateGradients:
     dq: Tensor | None
     d_weight: Tensor | None
     d_gates: Tensor | None
-    dpsum: Three
-    lse_log2: Three
-    do_branches: Three | None
+    dpsum: OfBranches
+    lse_log2: OfBranches
+    do_branches: OfBranches | None
 
 
 class GatedSumBackward:
-    """The kernel of `gated_sum_backward`; mW and mdGates are None as in its forward."""
+    """The kernel of `gated_sum_backward`; mW, mdGates and outputs are None as in its forward."""
 
     shapes = (
         *(["B T H D"] * 4 + ["B H T"] * 3 + ["2 B H padded @16"] * 3),
@@ -83,14 +82,15 @@ class GatedSumBackward:
         self.rows, self.tile_m = rows, tile_m
         # A tile's numbers in shared memory, by token, head, branch and stage: padded, or a warp's meet in one bank.
         branch = (rows.tile + 1) * rows.heads + 7
-        self.strides = (1, rows.tile + 1, branch, 3 * branch)
+        self.strides = (1, rows.tile + 1, branch, rows.gates * branch)
 
     @cute.jit
     def __call__(self, *arguments):
         """do, outputs, lses, dpsum and lse_log2 [2, B, Hq, padded] of the branches, gates, q, weight, dq, partial sums
-        [ctas * tokens of a step, Hq, 3, D], gradients of gates, do of the branches, starts; CTAs of a group, stream.
+        [ctas * tokens of a step, Hq, gates, D], gradients of gates, do of the branches, starts; CTAs of a group,
+        stream.
 
-        Packed rows have no B, and without a window the last of each three is None.
+        Packed rows have no B, and of branches that are not there each three has None at its end.
         """
         mdO, *threes, mG, mQ, mW, mdQ, mSums, mdGates, mdO_cmp, mdO_slc, mdO_swa, mCuSeqlens, ctas, stream = arguments
         outputs, lses, three_stats = ([t for t in threes[i : i + 3] if t is not None] for i in (0, 3, 6))
@@ -121,7 +121,7 @@ class GatedSumBackward:
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         B, T, Hq, _ = mdO.shape
-        dpsums, lse_log2s = [[cute.make_tensor(p, stat.layout) for p in three] for three in (dpsums, lse_log2s)]
+        dpsums, lse_log2s = [[cute.make_tensor(p, stat.layout) for p in of] for of in (dpsums, lse_log2s)]
         tiles = cute.ceil_div(T, rows.tile)
         groups = Hq // rows.heads  # side by side in memory, so side by side in time
         group, cta = bidx % groups, bidx // groups
@@ -134,16 +134,16 @@ class GatedSumBackward:
         # Layout on their way: a thread's own share of some steps, which no other thread reads.
         in_ring = cute.make_layout((rows.vector, rows.threads, len(read), rows.at_once))
         sRing = smem.allocate_tensor(dtype, in_ring, byte_alignment=128)
-        in_tile = cute.make_layout((rows.tile, rows.heads, 3, 2), stride=self.strides)
+        in_tile = cute.make_layout((rows.tile, rows.heads, rows.gates, 2), stride=self.strides)
         sDelta = smem.allocate_tensor(Float32, cute.select(in_tile, [0, 1, 2]), byte_alignment=16)
         sG = smem.allocate_tensor(Float32, in_tile, byte_alignment=16) if const_expr(mG is not None) else None
         sPosition = smem.allocate_tensor(Int32, cute.make_layout(rows.tile), byte_alignment=16)
         sW = None
         if const_expr(mW is not None):
-            of_heads = cute.make_layout((rows.heads, 3, rows.D), stride=(3 * rows.D, rows.D, 1))
+            of_heads = cute.make_layout((rows.heads, rows.gates, rows.D), stride=(rows.gates * rows.D, rows.D, 1))
             sW = smem.allocate_tensor(mW.element_type, of_heads, byte_alignment=16)
             if slot == 0:
-                for i in cutlass.range_constexpr(3):
+                for i in cutlass.range_constexpr(rows.gates):
                     share = cute.local_tile(sW[head, i, None], (rows.vector,), (lane,))
                     cute.autovec_copy(cute.local_tile(mW[h, i, None], (rows.vector,), (lane,)), share)
 
@@ -156,7 +156,7 @@ class GatedSumBackward:
         cute.arch.cp_async_wait_group(rows.at_once - 2)
         cute.arch.sync_threads()
 
-        rSums = cute.make_rmem_tensor((rows.vector, 3), Float32)
+        rSums = cute.make_rmem_tensor((rows.vector, rows.gates), Float32)
         rSums.fill(0.0)
         at = Int32(0)
         for index in cutlass.range(cta, B * tiles, ctas, unroll=1):
@@ -209,9 +209,9 @@ class GatedSumBackward:
                     if token < T:
                         for i in cutlass.range_constexpr(count):
                             cute.autovec_copy(rdOs[i], vector_of(mdOs[i], b, token, h, lane, rows))
-                        if lane < 3:
+                        if lane < rows.gates:
                             mdGates[b, token, h, lane] = pick(lane, deltas).to(mdGates.element_type)
-                if lane < 3:
+                if lane < rows.gates:
                     sDelta[place, head, lane] = pick(lane, sent)
             if const_expr(mCuSeqlens is not None):
                 for place in cutlass.range(tidx, rows.tile, rows.threads, unroll=1):
@@ -227,7 +227,7 @@ class GatedSumBackward:
                     place, in_group = pairs[n] % rows.tile, pairs[n] // rows.tile
                     position = sPosition[place] if const_expr(mCuSeqlens is not None) else tokens[n]
                     for i in cutlass.range_constexpr(count):
-                        log2_g = LOG2_EQUAL_SHARE if const_expr(mdOs is None) else 0.0
+                        log2_g = math.log2(rows.equal_share) if const_expr(mdOs is None) else 0.0
                         if const_expr(mW is not None):
                             log2_g = cute.math.log2(sG[place, in_group, i, stage], fastmath=True)
                         empty = lse[n][i] == -Float32.inf
@@ -239,7 +239,7 @@ class GatedSumBackward:
 
         self.fill_padding(dpsums, lse_log2s, mCuSeqlens, (B, T), (group, tidx, cta, ctas))
         if const_expr(mSums is not None):
-            for i in cutlass.range_constexpr(3):
+            for i in cutlass.range_constexpr(rows.gates):
                 share = cute.local_tile(mSums[cta * rows.tokens + slot, h, i, None], (rows.vector,), (lane,))
                 cute.autovec_copy(rSums[None, i], share)
 
@@ -258,11 +258,11 @@ class GatedSumBackward:
         self, mG: cute.Tensor, sG: cute.Tensor, b: Int32, tile: Int32, group: Int32, stage: Int32, tidx: Int32
     ):
         """Issue the loads of a tile's gates."""
-        rows, wide = self.rows, 3 * self.rows.heads
+        rows, wide = self.rows, self.rows.gates * self.rows.heads
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
         for n in cutlass.range_constexpr(rows.tile * wide // rows.threads):
             place, in_token = (n * rows.threads + tidx) // wide, (n * rows.threads + tidx) % wide
-            head, i = in_token // 3, in_token % 3
+            head, i = in_token // rows.gates, in_token % rows.gates
             token = cutlass.min(tile * rows.tile + place, mG.shape[1] - 1)
             source = cute.local_tile(mG[b, token, group * rows.heads + head, None], (1,), (i,))
             cute.copy(atom, source, cute.local_tile(sG[place, head, None, stage], (1,), (i,)))
@@ -308,12 +308,8 @@ def padded_position(mCuSeqlens: cute.Tensor, token: Int32, tile_m: cutlass.Const
 
 def gated_sum_backward(
     do: Tensor,
-    o_cmp: Tensor,
-    o_slc: Tensor,
-    o_swa: Tensor | None,
-    lse_cmp: Tensor,
-    lse_slc: Tensor,
-    lse_swa: Tensor | None,
+    outputs: Sequence[Tensor | None],
+    lses: Sequence[Tensor | None],
     *,
     g: Tensor | None,
     q: Tensor | None,
@@ -326,9 +322,10 @@ def gated_sum_backward(
     """Gradients of `gated_sum`, and each branch's row sums and lse for attention's backward.
 
     Args:
-        do, o_cmp, o_slc, o_swa, q: [B, T, Hq, D], or packed [total, Hq, D]; q is read with `gate_weight` only.
-        lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key. Without
-            a window o_swa and lse_swa are None, and so is what is returned for it; its gates' gradients are 0.
+        do, outputs, q: [B, T, Hq, D], or packed [total, Hq, D]; outputs are those of `gated_sum`, and q is read with
+            `gate_weight` only.
+        lses: of the outputs, fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key. Where the last
+            output is None, so are its lse and what is returned for it; its gates' gradients are 0.
         g: the gates that `gated_sum` returned.
         gate_weight, gates: as in `gated_sum`.
         tile_m: rows of a tile of attention's backward.
@@ -337,26 +334,26 @@ def gated_sum_backward(
     """
     Hq, D = do.shape[-2:]
     weighed, given = gate_weight is not None, gates is not None
-    rows = backward_rows(D, Hq)
+    rows = backward_rows(D, Hq, len(outputs))
     ctas = _ctas_a_group(do, rows, weighed)
 
     new = dict(device=do.device, dtype=do.dtype)
     fp32 = dict(device=do.device, dtype=torch.float32)
-    padded, there = (2, *_padded_shape(do, tile_m, cu_seqlens)), (True, True, o_swa is not None)
+    padded, there = (2, *_padded_shape(do, tile_m, cu_seqlens)), [o is not None for o in outputs]
     stats = tuple(torch.empty(padded, **fp32) if branch else None for branch in there)
     q = q if weighed else None
     weight = readable_weight(gate_weight)
     dq = (torch.empty(q.shape, **new) if out is None else out) if weighed else None
-    sums = torch.empty((ctas * rows.tokens, Hq, 3, D), **fp32) if weighed else None
+    sums = torch.empty((ctas * rows.tokens, Hq, rows.gates, D), **fp32) if weighed else None
     d_gates = None
     if given:
         d_gates = torch.empty(gates.shape, device=do.device, dtype=gates.dtype if gates.dtype in DTYPES else g.dtype)
     do_branches = tuple(torch.empty(do.shape, **new) if branch else None for branch in there) if given else None
 
     g = g if weighed or given else None
-    branches = (o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa, *stats)
-    outputs = (dq, sums, d_gates, *(do_branches or (None, None, None)))
-    tensors = (do, *branches, g, q, weight, *outputs, cu_seqlens)
+    of_branches = (x for each in (outputs, lses, stats) for x in three(each))
+    results = (dq, sums, d_gates, *three(do_branches or ()))
+    tensors = (do, *of_branches, g, q, weight, *results, cu_seqlens)
     launch("gated_sum_backward", GatedSumBackward, (rows, tile_m), *tensors, ctas)
     d_weight = reduce_partials(sums, weight.dtype).to(gate_weight.dtype) if weighed else None
     d_gates = d_gates.to(gates.dtype) if given else None
@@ -364,8 +361,8 @@ def gated_sum_backward(
     return GateGradients(dq, d_weight, d_gates, dpsum, lse_log2, do_branches)
 
 
-def backward_rows(D: int, Hq: int) -> Layout:
-    return Layout(D, heads_of_cta(Hq), at_once=3, steps=D // 4)
+def backward_rows(D: int, Hq: int, gates: int) -> Layout:
+    return Layout(D, heads_of_cta(Hq), at_once=3, steps=D // 4, gates=gates)
 
 
 def _ctas_a_group(do: Tensor, rows: Layout, weighed: bool) -> int:

@@ -5,6 +5,7 @@ side as in memory, and a thread keeps its share of its head's W in registers. Bo
 tokens are in flight before the first is used.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass
@@ -16,7 +17,6 @@ from nsa_layer.kernels.launch import DTYPES, launch
 from nsa_layer.kernels.varlen import load_once
 
 LOG2_E = 1.4426950408889634
-EQUAL_SHARE = 1.0 / 3.0
 
 Tensor = torch.Tensor
 
@@ -31,6 +31,7 @@ class Layout:
         at_once: steps of a CTA whose loads are in flight together.
         steps: of `tokens` tokens each, one after the other: a CTA's piece of work, a tile.
         resident: CTAs on a multiprocessor.
+        gates: of a row: one a branch, of which the last may have no output.
     """
 
     D: int
@@ -38,6 +39,7 @@ class Layout:
     at_once: int
     steps: int
     resident: int = 2
+    gates: int = 3
     threads: int = 256
     vector: int = 8  # 16 bytes of a 16-bit dtype: one load
 
@@ -55,11 +57,16 @@ class Layout:
         """Tokens of all steps."""
         return self.tokens * self.steps
 
+    @property
+    def equal_share(self) -> float:
+        """A gate where all are the same."""
+        return 1.0 / self.gates
+
 
 class GatedSum:
-    """The kernel of `gated_sum`; without mW and mGates all gates are 1/3, without mO_swa the last one is not read."""
+    """The kernel of `gated_sum`; without mW and mGates all gates are the same, one without an output is not read."""
 
-    shapes = "B T H D", "H 3 D", "B T H 3 *", *["B T H D"] * 4, "B T H 3 *"
+    shapes = "B T H D", "H 3 D", "B T H 3 *", *["B T H D"] * 4, "B T H 3 *"  # 3: as many gates as there are
 
     def __init__(self, rows: Layout) -> None:
         self.rows = rows
@@ -68,10 +75,10 @@ class GatedSum:
     def __call__(self, *arguments):
         """q, weight, gates, outputs of the branches, o, the gates in fp32, stream; packed rows have no B."""
         mQ, mW, *rows, stream = arguments
-        mQ, mGates, mO_cmp, mO_slc, mO_swa, mO, mG = [batched(t, 4) for t in (mQ, *rows)]
+        mQ, mGates, *branches, mO, mG = [batched(t, 4) for t in (mQ, *rows)]
         B, T, Hq, _ = mO.shape
         tiles = cute.ceil_div(T, self.rows.tile)
-        branches = (mO_cmp, mO_slc, mO_swa) if const_expr(mO_swa is not None) else (mO_cmp, mO_slc)
+        branches = tuple(t for t in branches if t is not None)
         self.kernel((mQ, mW, mGates, branches, mO, mG), tiles).launch(
             grid=[B * tiles * (Hq // self.rows.heads), 1, 1],
             block=[self.rows.threads, 1, 1],
@@ -101,14 +108,16 @@ class GatedSum:
             loads = [cutlass.min(token, T - 1) for token in tokens]
             rO = [[load_vector(o, b, t, h, lane, rows) for o in branches] for t in loads]
             rQ = [load_vector(mQ, b, t, h, lane, rows) for t in loads] if const_expr(mW is not None) else None
-            given = [[mGates[b, t, h, i] for i in range(3)] for t in loads] if const_expr(mGates is not None) else None
+            given = None
+            if const_expr(mGates is not None):
+                given = [[mGates[b, t, h, i] for i in range(rows.gates)] for t in loads]
             for s in cutlass.range_constexpr(rows.at_once):
                 if const_expr(mW is not None):
                     g = sigmoids(rQ[s], rW, rows)
                 elif const_expr(mGates is not None):
                     g = [x.to(Float32) for x in given[s]]
                 else:
-                    g = [Float32(EQUAL_SHARE)] * 3
+                    g = [Float32(rows.equal_share)] * rows.gates
                 total = weighted(g, rO[s])
                 rOut = cute.make_rmem_tensor((rows.vector,), mO.element_type)
                 for c in cutlass.range_constexpr(rows.vector):
@@ -116,7 +125,7 @@ class GatedSum:
                 if tokens[s] < T:
                     cute.autovec_copy(rOut, vector_of(mO, b, tokens[s], h, lane, rows))
                     if const_expr(mG is not None):
-                        if lane < 3:
+                        if lane < rows.gates:
                             mG[b, tokens[s], h, lane] = pick(lane, g)
 
 
@@ -141,7 +150,7 @@ def load_vector(t: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32, r
 def load_weight(mW: cute.Tensor, h: Int32, lane: Int32, rows: Layout) -> list[list[Float32]]:
     """A thread's share of W[h], in fp32."""
     loaded = []
-    for i in range(3):
+    for i in range(rows.gates):
         r = cute.make_rmem_tensor((rows.vector,), mW.element_type)
         cute.autovec_copy(cute.local_tile(mW[h, i, None], (rows.vector,), (lane,)), r)
         loaded.append(numbers(r))
@@ -179,17 +188,14 @@ def weighted(g: list[Float32], branches: list[cute.Tensor]) -> list[Float32]:
 
 
 def pick(i: Int32, of_three: list[Float32]) -> Float32:
-    """The i-th of three numbers, of which the last is 0 unless it is there."""
-    first, second, third = (*of_three, Float32(0.0))[:3]
+    """The i-th of three numbers, of which the last ones are 0 unless they are there."""
+    first, second, third = (*of_three, Float32(0.0), Float32(0.0))[:3]
     return Float32(cutlass.select_(i == 0, first, Float32(cutlass.select_(i == 1, second, third))))
 
 
 def gated_sum(
     q: Tensor | None,
-    o_cmp: Tensor,
-    o_slc: Tensor,
-    o_swa: Tensor | None,
-    *,
+    *outputs: Tensor | None,
     gate_weight: Tensor | None = None,
     gates: Tensor | None = None,
     out: Tensor | None = None,
@@ -198,27 +204,32 @@ def gated_sum(
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; read with `gate_weight` only.
-        o_cmp, o_slc, o_swa: as q, in fp16 or bf16, D 64 or 128; the last may be None.
-        gate_weight: [Hq, 3, D]: gates are ``sigmoid(q . gate_weight)``.
-        gates: [B, T, Hq, 3]: the gates themselves. Neither: 1/3 each.
+        outputs: of one to three branches, as q, in fp16 or bf16, D 64 or 128; the last of several may be None.
+        gate_weight: [Hq, branches, D]: gates are ``sigmoid(q . gate_weight)``.
+        gates: [B, T, Hq, branches]: the gates themselves. Neither: equal shares.
         out: written and returned as o, if given; heads and tokens may have any stride.
 
     Returns:
-        o, as o_cmp, and the gates in fp32 [B, T, Hq, 3]; None for equal shares.
+        o, as the outputs, and the gates in fp32 [B, T, Hq, branches]; None for equal shares.
     """
-    Hq, D = o_cmp.shape[-2:]
-    o = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device) if out is None else out
+    Hq, D = outputs[0].shape[-2:]
+    o = torch.empty(outputs[0].shape, dtype=outputs[0].dtype, device=outputs[0].device) if out is None else out
     gated = gate_weight is not None or gates is not None
-    g = torch.empty((*o.shape[:-1], 3), dtype=torch.float32, device=o.device) if gated else None
+    g = torch.empty((*o.shape[:-1], len(outputs)), dtype=torch.float32, device=o.device) if gated else None
     q = q if gate_weight is not None else None
     gate_weight, gates = readable_weight(gate_weight), readable_gates(gates)
-    rows = forward_rows(D, Hq, weighed=gate_weight is not None)
-    launch("gated_sum", GatedSum, (rows,), q, gate_weight, gates, o_cmp, o_slc, o_swa, o, g)
+    rows = forward_rows(D, Hq, len(outputs), weighed=gate_weight is not None)
+    launch("gated_sum", GatedSum, (rows,), q, gate_weight, gates, *three(outputs), o, g)
     return o, g
 
 
-def forward_rows(D: int, Hq: int, *, weighed: bool) -> Layout:
-    return Layout(D, heads_of_cta(Hq), at_once=4, steps=16, resident=1 if weighed else 2)
+def forward_rows(D: int, Hq: int, gates: int, *, weighed: bool) -> Layout:
+    return Layout(D, heads_of_cta(Hq), at_once=4, steps=16, resident=1 if weighed else 2, gates=gates)
+
+
+def three(of_branches: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """A kernel's arguments of three branches; None behind the last one."""
+    return (*of_branches, None, None, None)[:3]
 
 
 def heads_of_cta(Hq: int) -> int:

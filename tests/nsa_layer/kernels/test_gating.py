@@ -19,6 +19,7 @@ from nsa_layer.eager.forward import gated_sum as weighted_sum
 
 LOG2_E = 1.4426950408889634
 MODES = ["equal", "weight", "gates"]
+FEWER = [(1, True), (2, True), (2, False)]  # branches with gates, and whether the last has an output
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Case:
     strided: bool = False
     saturated: bool = False  # some gates are 0, and of a weight some 1
     window: bool = True
+    branches: int = 3  # that have gates; without a window the last one has no output
     tile_m: int = 64
     seed: int = 0
 
@@ -72,9 +74,10 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         return draw(heads_first, torch.float32, -1).mul_(3).masked_fill_(empty, -torch.inf)
 
     gate_dtype = case.gate_dtype or case.dtype
-    q, outputs, lses, do = rows(), tuple(rows() for _ in range(3)), tuple(lse() for _ in range(3)), rows()
-    weight = draw((case.Hq, 3, case.D), gate_dtype, 0).mul_(case.D**-0.5) if case.mode == "weight" else None
-    gates = draw((*lead, case.Hq, 3), gate_dtype, -1) if case.mode == "gates" else None
+    q, do = rows(), rows()
+    outputs, lses = (tuple(make() for _ in range(case.branches)) for make in (rows, lse))
+    weight = draw((case.Hq, case.branches, case.D), gate_dtype, 0) * case.D**-0.5 if case.mode == "weight" else None
+    gates = draw((*lead, case.Hq, case.branches), gate_dtype, -1) if case.mode == "gates" else None
     if case.saturated and case.mode == "weight":
         q[..., 0, 0].fill_(10.0)
         weight[0] = 0
@@ -82,7 +85,7 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
     if case.saturated and case.mode == "gates":
         gates[..., 0, 0] = 0.0
     if not case.window:
-        outputs, lses = (*outputs[:2], None), (*lses[:2], None)
+        outputs, lses = (*outputs[:-1], None), (*lses[:-1], None)
     cu_seqlens = None if case.lengths is None else starts(case.lengths, device)
     return Inputs(q, outputs, lses, do, weight, gates, cu_seqlens)
 
@@ -97,7 +100,7 @@ def backward(x: Inputs, g: torch.Tensor | None, tile_m: int) -> Any:
     from nsa_layer.kernels.gating.backward import gated_sum_backward
 
     static = dict(gate_weight=x.gate_weight, gates=x.gates, tile_m=tile_m, cu_seqlens=x.cu_seqlens)
-    return gated_sum_backward(x.do, *x.outputs, *x.lses, g=g, q=x.q, **static)
+    return gated_sum_backward(x.do, x.outputs, x.lses, g=g, q=x.q, **static)
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -152,7 +155,7 @@ def gate_gradients(
 
 
 def row_sums(do: torch.Tensor, outputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """do . o of each branch, [..., 3]; 0 without an output."""
+    """do . o of each branch, [..., branches]; 0 without an output."""
     return torch.stack([do.new_zeros(do.shape[:-1]) if o is None else (do * o).sum(-1) for o in outputs], -1)
 
 
@@ -162,12 +165,13 @@ def trace_all() -> None:
         x = faked(partial(make_inputs, case, "cpu"))
         o, g = forward(x)
         assert o.shape == x.q.shape and o.dtype == case.dtype
-        assert (g is None) == (case.mode == "equal") and (g is None or g.shape == (*x.q.shape[:-1], 3))
+        assert (g is None) == (case.mode == "equal") and (g is None or g.shape == (*x.q.shape[:-1], case.branches))
         got = backward(x, g, case.tile_m)
         if not case.window:
             made = (got.dpsum, got.lse_log2, *([got.do_branches] if case.mode == "gates" else []))
-            assert all(x[2] is None for x in made)
-        for stat in (*got.dpsum[: 2 + case.window], *got.lse_log2[: 2 + case.window]):
+            assert all(x[-1] is None for x in made)
+        assert len(got.dpsum) == case.branches
+        for stat in (x for x in (*got.dpsum, *got.lse_log2) if x is not None):
             assert stat.dtype == torch.float32 and stat.is_contiguous()
             assert stat.shape == in_tiles(case, torch.zeros(x.lses[0].shape), 0.0).shape
 
@@ -179,7 +183,8 @@ TRACED = [
     Case("weight", D=64, lengths=(100, 0, 200), Hq=64, dtype=torch.float16, gate_dtype=torch.float32, tile_m=128),
     Case("gates", lengths=(300,), Hq=6, dtype=torch.float16),
     Case("gates", D=64, gate_dtype=torch.float32, tile_m=128),
-    *(Case(mode, lengths=(300,), window=False) for mode in ("equal", "weight", "gates")),
+    *(Case(mode, lengths=(300,), window=False) for mode in MODES),
+    *(Case(mode, D=64, window=window, branches=n) for mode in MODES for n, window in FEWER),
 ]
 
 
@@ -209,7 +214,8 @@ def every_case() -> list[Case]:
     for n, (mode, (shape, tile_m)) in enumerate(product(MODES, zip(SHAPES, TILES))):
         D, dtype, gate_dtype = WAYS[n % len(WAYS)]
         cases.append(Case(mode, D=D, dtype=dtype, gate_dtype=gate_dtype, tile_m=tile_m, seed=n, **shape))
-    return cases + [Case(mode, lengths=x, window=False) for mode, x in product(MODES, (None, (100, 0, 200)))]
+    cases += [Case(mode, lengths=x, window=False) for mode, x in product(MODES, (None, (100, 0, 200)))]
+    return cases + [Case(mode, branches=n, window=window, strided=True) for mode in MODES for n, window in FEWER]
 
 
 @pytest.mark.gpu
@@ -222,9 +228,9 @@ def test_numbers(case: Case) -> None:
     got = backward(x, g, case.tile_m)
     q, do, outputs = x.q.double(), x.do.double(), [o if o is None else o.double() for o in x.outputs]
     weight = None if x.gate_weight is None else x.gate_weight.double()
-    exact_g = gate_values(q, weight, None if x.gates is None else x.gates.double())
+    exact_g = gate_values(q, weight, None if x.gates is None else x.gates.double(), case.branches)
     delta = row_sums(do, outputs)
-    eager_g = gate_values(x.q, x.gate_weight, x.gates)
+    eager_g = gate_values(x.q, x.gate_weight, x.gates, case.branches)
     wide = x.do.to(eager_g.dtype)
     eager_dg = row_sums(wide, x.outputs)
 
@@ -242,7 +248,7 @@ def test_numbers(case: Case) -> None:
         assert_close(case, "d_weight", got.d_weight, eager[1], exact[1], x.gate_weight.dtype)
     if case.mode == "gates":
         assert_close(case, "d_gates", got.d_gates, eager_dg.to(x.gates.dtype), delta, x.gates.dtype)
-    for i in range(2 + case.window):
+    for i in range(case.branches - (not case.window)):
         sent, lowered = delta[..., i], exact_g[..., i].log()
         if case.mode == "gates":
             do_i = got.do_branches[i]
@@ -256,5 +262,5 @@ def test_numbers(case: Case) -> None:
         lse = torch.where(lse == -torch.inf, 0.0, (lse - lowered) * LOG2_E)
         assert_rows(case, f"lse_log2 {i}", got.lse_log2[i], in_tiles(case, lse, torch.inf))
     if case.mode == "weight" and not case.window:
-        x.gate_weight[:, 2] = torch.nan
+        x.gate_weight[:, -1] = torch.nan
         assert forward(x)[0].equal(o)
