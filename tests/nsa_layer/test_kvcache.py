@@ -432,9 +432,14 @@ def test_autocast_is_as_if_cast_by_hand() -> None:
 
 KERNELS = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=5, window_size=100))
 PACK = Case(lengths=(500, 0, 3, 261), **KERNELS)
+BY_INDEX = NSAConfig(rule="index", branches=("selected",), block_counts=5, local_blocks=1, window_size=100)
 ON_GPU = {
     "default": PACK,
     "paper, weights": replace(PACK, config=NSAConfig.paper(block_counts=5, window_size=100), compress_weights=True),
+    "index": replace(PACK, config=BY_INDEX, gate="none", index_dim=32, index_loss=False),
+    "index, one key, gates": replace(
+        PACK, config=BY_INDEX.replace(branches=BRANCHES[1:]), D=128, index_dim=16, one_key=True, index_loss=False
+    ),
     "own keys, D 128, one head": replace(PACK, Hq=2, D=128, own_keys=OWN_KEYS, dtype=torch.float16),
 }
 ROUNDING = dict(rtol=0.02, atol=0.01)
@@ -466,7 +471,7 @@ def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(
     if kept == "rows":
         caches = in_rows(caches)
     if "much" in kept:
-        for table in ("page_table", "cmp_page_table"):
+        for table in [table for table in caches.given if table.endswith("page_table")]:
             caches.given[table] = torch.nn.functional.pad(caches.given[table], (0, 1 << 15), value=-1)
     caches.finish([(90, 91, 410), (), (1,), (64, 128)], "cute", **ROUNDING)
 

@@ -14,7 +14,9 @@ from nsa_layer.kernels.decode.spec import VECTOR, DecodeSpec
 
 def is_inside(sequence: Sequence, caches: Caches, threads: int, sBad: cute.Tensor) -> Boolean:
     """True if all the sequence's slots are in the caches; of all threads together."""
-    used = [(caches.tokens, sequence.S), (caches.keys, sequence.completed()[1])]
+    used = [(caches.tokens, sequence.S)]
+    if caches.keys is not None:
+        used.append((caches.keys, sequence.completed()[1]))
     tables = [stored.table(sequence).used(slots) for stored, slots in used if stored.pages is not None]
     return pages_exist(sequence.inside, tables, sBad, threads) if tables else sequence.inside
 

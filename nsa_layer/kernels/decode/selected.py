@@ -138,9 +138,13 @@ class SelectedDecode:
             write_partial(rows, *shared, merged.of_rows(SWA), merged.sums_of_rows(SWA), Int32(0), own.count, Int32(0))
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-            stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
+            if const_expr(not spec.by_index):
+                stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
         valid = mValid[b, head] != 0
-        selection.select(merged.of_rows(CMP) if whole else stats, scores, valid, window, groups)
+        if const_expr(spec.by_index):
+            selection.select_by_index(scores, valid)
+        else:
+            selection.select(merged.of_rows(CMP) if whole else stats, scores, valid, window, groups)
         cute.arch.cluster_arrive()
         if const_expr(whole):
             own.attend(rows, window, None, groups)
@@ -152,7 +156,7 @@ class SelectedDecode:
                 write_list(mLists[b, own.token, head, None], sList, listed)
         groups = cutlass.select_(valid & (own.token < sequence.T), listed * (spec.block_size // KEYS), Int32(0))
         own.load_first(rows, mQ, caches.tokens, sList, groups)
-        if const_expr(not whole):
+        if const_expr(not (whole or spec.by_index)):
             share.merge_compressed(merged, stats, acc)
         rows.forget()
         own.attend(rows, caches.tokens, sList, groups)
@@ -290,18 +294,21 @@ class RowShare:
     def gates(
         self, mQ: cute.Tensor, mW: cute.Tensor | None, mGates: cute.Tensor | None, head: Int32, lane: Int32
     ) -> list[Float32]:
-        tile = self.tile
+        tile, gates = self.tile, [Float32(0.0)] * 3
+        columns = tile.spec.columns
         if mGates is not None:
-            gates = new_row(mGates, tile.sequence, tile.token, head)
-            return [gates[n].to(Float32) for n in range(3)]
+            row = new_row(mGates, tile.sequence, tile.token, head)
+            for i, n in enumerate(columns):
+                gates[n] = row[i].to(Float32)
+            return gates
         if mW is None:
-            return [Float32(1.0 / 3.0)] * 3
-        q, gates = fragment(new_row(mQ, tile.sequence, tile.token, head), lane), []
-        for n in range(3):
-            w = fragment(mW[head, n, None], lane)
+            return [Float32(1.0 / len(columns)) if n in columns else zero for n, zero in enumerate(gates)]
+        q = fragment(new_row(mQ, tile.sequence, tile.token, head), lane)
+        for i, n in enumerate(columns):
+            w = fragment(mW[head, i, None], lane)
             total = sum(q[x].to(Float32) * w[x].to(Float32) for x in range(COLUMNS))
             total = cute.arch.warp_reduction_sum(total, threads_in_group=tile.spec.D // COLUMNS)
-            gates.append(cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * total)))
+            gates[n] = cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * total))
         return gates
 
     def add_blocks(self, parts: list[Part], merged: Merged, row: Int32, begin: Int32, count: int, lane: Int32) -> None:
@@ -329,7 +336,7 @@ class RowShare:
             else:
                 for begin in cutlass.range(0, tile.shares, AT_ONCE, unroll=1):
                     self.add_blocks(parts, merged, row, begin, AT_ONCE, lane)
-            if const_expr(not self.whole):
+            if const_expr(not (self.whole or tile.spec.by_index)):
                 for way in cutlass.range(self.ways, unroll=1):
                     slot = i * self.ways + way
                     parts[CMP].add_all([(merged.stats[None, slot, CMP], merged.sums[None, slot, CMP])], None, lane)

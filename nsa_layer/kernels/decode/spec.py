@@ -27,6 +27,8 @@ class DecodeSpec:
         appends: the queries' keys and values are not in the caches yet.
         n: blocks that a token lists.
         init, local: forced blocks at the sequence's begin, and up to a token's own.
+        by_index: blocks are selected by their scores of an index; there is no compressed branch.
+        columns: of the gates: numbers of the branches.
     """
 
     D: int
@@ -41,6 +43,8 @@ class DecodeSpec:
     init: int
     local: int
     appends: bool
+    by_index: bool = False
+    columns: tuple[int, ...] = (0, 1, 2)
 
     @property
     def rows(self) -> int:
@@ -58,7 +62,7 @@ class StepTensors(NamedTuple):
 
     Attributes:
         k, v, k_win, v_win, k_cmp, v_cmp: new rows.
-        scores: fp32, of the compressed branch.
+        scores: fp32, of the compressed branch; int32 [B, Hkv, T, blocks] of an index, see `index.in_order`.
         stats, acc: fp32 partial results of its launch, one for each CTA that shares a row's compressed keys.
         valid: int32, 1 where all of a sequence's slots are in the caches.
     """

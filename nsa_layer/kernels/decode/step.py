@@ -5,6 +5,7 @@ No number on the device is read by the host: grids follow from shapes, and so do
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,6 +14,7 @@ from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call
 from nsa_layer.config import BRANCHES
 from nsa_layer.kernels.decode.compressed import CompressedDecode
+from nsa_layer.kernels.decode.index import MOST_ROWS, IndexDecode
 from nsa_layer.kernels.decode.selected import SelectedDecode
 from nsa_layer.kernels.decode.spec import (
     KEYS,
@@ -42,17 +44,13 @@ OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
 def supports(call: Call) -> bool:
     """True if `decode_step` computes such a call."""
     cache, config = call.cache, call.config
-    new = [x for x in (call.q, call.k, call.v, call.k_win, call.v_win) if x is not None]
+    new = [x for x in (call.q, *call[1:3], *call[9:13]) if x is not None]
     caches = cache.named((*TOKEN_CACHES, *COMPRESSED_CACHES)).values()
     if not 0 < call.longest <= MOST_QUERIES or call.block_indices is not None:
         return False
-    if config.rule == "index" or config.branches != BRANCHES:
-        return False
     if not config.by_token or config.block_size % KEYS or config.block_counts > MOST_BLOCKS:
         return False
-    if cache.k_cmp_cache is None or cache.v_cmp_cache is None or call.q.dtype not in KERNEL_DTYPES:
-        return False
-    if cache.k_cmp_cache.shape[:2] != cache.v_cmp_cache.shape[:2]:
+    if call.q.dtype not in KERNEL_DTYPES or not (_has_scores if config.rule == "index" else _has_compressed)(call):
         return False
     if call.q.shape[-1] not in ROW_LENGTHS or call.q.shape[-1] != cache.v_cache.shape[-1]:
         return False
@@ -61,6 +59,20 @@ def supports(call: Call) -> bool:
     if not all(map(_is_aligned, (*caches, *new))):
         return False
     return not _is_ragged(call) or (call.k_cmp is None and call.v_cmp is None)
+
+
+def _has_compressed(call: Call) -> bool:
+    """True if blocks are selected by compressed keys that are in caches, as far as the kernels do."""
+    k_cmp, v_cmp = call.cache.k_cmp_cache, call.cache.v_cmp_cache
+    if call.config.branches != BRANCHES or k_cmp is None or v_cmp is None:
+        return False
+    return k_cmp.shape[:2] == v_cmp.shape[:2]
+
+
+def _has_scores(call: Call) -> bool:
+    """True if blocks are selected by an index, without the compressed branch, as far as the kernels do."""
+    sharing = call.cache.k_cache.shape[2] // call.cache.k_index_cache.shape[2]
+    return "compressed" not in call.config.branches and call.longest * sharing <= MOST_ROWS
 
 
 @torch.no_grad()
@@ -81,11 +93,16 @@ def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tup
 
     kernel, (cmp, slc, warps) = _kernel_spec(call, T), _splits(call, T)
     Hkv, D, R = cache.k_cache.shape[2], q.shape[-1], kernel.rows
-    capacity, compressed_capacity = cache.capacity, cache.k_cmp_cache.shape[1]
-    if cache.cmp_page_table is not None:
-        compressed_capacity *= cache.cmp_page_table.shape[1]
-    length = max(1, -(-call.config.compressed_length(capacity) // KEYS)) * KEYS
-    scores = q.new_empty(B, Hkv, R, length, dtype=torch.float32)
+    capacity, by_index = cache.capacity, kernel.by_index
+    if by_index:
+        compressed_capacity = capacity
+        scores = q.new_empty(B, Hkv, T, -(-call.config.num_blocks(capacity) // 4) * 4, dtype=torch.int32)
+    else:
+        compressed_capacity = cache.k_cmp_cache.shape[1]
+        if cache.cmp_page_table is not None:
+            compressed_capacity *= cache.cmp_page_table.shape[1]
+        length = max(1, -(-call.config.compressed_length(capacity) // KEYS)) * KEYS
+        scores = q.new_empty(B, Hkv, R, length, dtype=torch.float32)
     stats, acc = (q.new_empty(B, Hkv, R, cmp, n, dtype=torch.float32) if cmp else None for n in (2, D))
     valid = torch.empty(B, Hkv, dtype=torch.int32, device=q.device)
     query, o = rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -98,7 +115,13 @@ def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tup
         readable_weight(call.compress_k_weight), readable_weight(call.compress_v_weight), scores, stats, acc, valid,
     )  # fmt: skip
     sizes, scale = (capacity, compressed_capacity), float(call.spec.softmax_scale)
-    if cmp:
+    if by_index:
+        Hi, Di = cache.k_index_cache.shape[2:]
+        of_index = rows(call.q_index), cache.k_index_cache, rows(call.k_index)
+        places = cache.page_table, cache.cache_batch_idx, cu_seqlens_q, cache.cache_seqlens
+        static = (replace(kernel, D=Di), Hkv // Hi)
+        launch("decode_index", IndexDecode, static, *of_index, *places, scores, valid, capacity)
+    elif cmp:
         launch("decode_compressed", CompressedDecode, (kernel,), *step, *sizes, scale)
         step = step._replace(**WITHOUT_COMPRESSED)
     gates = readable_weight(call.gate_weight), rows(readable_gates(call.gates))
@@ -130,8 +153,10 @@ def _kernel_spec(call: Call, T: int) -> DecodeSpec:
     config = call.config
     return DecodeSpec(
         D=call.q.shape[-1], G=call.q_heads_per_list, T=T, span=config.span, stride=config.stride,
-        offset=config.offset, block_size=config.block_size, n=config.block_counts, window=config.window_size,
+        offset=config.offset, block_size=config.block_size, n=config.block_counts,
+        window=config.window_size * config.computes("window"),
         init=config.init_blocks, local=config.local_blocks, appends=call.k is not None,
+        by_index=config.rule == "index", columns=config.of_branches(range(3)),
     )  # fmt: skip
 
 
@@ -141,6 +166,8 @@ def _splits(call: Call, T: int) -> tuple[int, int, int]:
     G, units = call.q.shape[-2] // Hkv, call.B * Hkv
     length, listed = config.compressed_length(call.cache.capacity), config.block_counts * config.block_size
     rows, units = units * -(-T * G // ROWS), units * T * -(-G // ROWS)  # 16 of all, and of a token's
+    if config.rule == "index":
+        return 0, _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True), WARPS
     cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
     warps = WARPS if units > _slots() // RESIDENT else RESIDENT * WARPS
     slc = _num_splits(call, listed, units, warps, MOST_OF_CLUSTER, clusters=True)

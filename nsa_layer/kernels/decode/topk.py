@@ -74,6 +74,28 @@ class Selection:
         return (step * tile.shares * tile.warps + tile.group) * (WARP * self.each) + cute.arch.lane_idx()
 
     @cute.jit
+    def select_by_index(self, scores: cute.Tensor, valid: Boolean):
+        """`select` by scores of blocks, int32 [T, blocks]."""
+        tile, spec = self.tile, self.tile.spec
+        tidx, _, _ = cute.arch.thread_idx()
+        if tidx < spec.chosen:
+            self.top[tidx] = Int64(NOTHING)
+        if tidx == 0:
+            self.count[0] = Int32(0)
+        cute.arch.sync_threads()
+        begin, end = candidates(spec, tile.t)
+        end = cutlass.select_(valid & (tile.token < tile.sequence.T), end, Int32(0))
+        rounds = cutlass.max(cute.ceil_div(end, tile.shares * tile.warps * WARP * self.each), 1)
+        for step in cutlass.range(rounds, unroll=1):
+            bits, first_block = cute.make_rmem_tensor((self.each,), Int32), self.first_block(step)
+            for i in cutlass.range_constexpr(self.each):
+                block = first_block + i * WARP
+                score = scores[tile.token, cutlass.min(block, scores.shape[1] - 1)]
+                bits[i] = cutlass.select_((block >= begin) & (block < end), score, Int32(-1))
+            self.keep(bits, first_block)
+            self.rank()
+
+    @cute.jit
     def select(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean, window: Stored, groups: Int32):
         """Find this thread block's best; all threads together. Scores are loaded whether they count or not.
 
@@ -249,6 +271,6 @@ def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
     """The blocks of token t that it may select, beside those that are forced: the first, and one past the last."""
     if const_expr(spec.local):
         return Int32(spec.init), cutlass.max(t // spec.block_size - (spec.local - 1), spec.init)
-    if const_expr(spec.init):
+    if const_expr(spec.init and not spec.by_index):
         return Int32(spec.init), cutlass.max((t + 1) // spec.block_size, spec.init)
-    return Int32(0), t // spec.block_size + 1
+    return Int32(spec.init), cutlass.max(t // spec.block_size + 1, spec.init)

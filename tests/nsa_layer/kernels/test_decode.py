@@ -18,6 +18,7 @@ from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig
 from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call, CallSpec, KVCache
+from nsa_layer.config import BRANCHES
 from nsa_layer.eager.pooling import compress
 from nsa_layer.kvcache.eager import attend_cached as attend_in_pytorch
 from nsa_layer.kvcache.eager import slots_of
@@ -25,6 +26,7 @@ from nsa_layer.kvcache.eager import slots_of
 Tensor = torch.Tensor
 DEFAULT = NSAConfig()
 SMALL = NSAConfig(block_size=16, block_counts=5, window_size=40)
+INDEX = NSAConfig(rule="index", branches=("selected",))
 Splits = tuple[int, int, int]
 
 
@@ -38,6 +40,7 @@ class Case:
         win: those of the window's own.
         given: the caller gives compressed keys and values.
         new: keys and values of the queries are written by the call.
+        index: heads and dimension of the index' keys, for ``rule="index"``.
     """
 
     lengths: tuple[int, ...] = (300, 65, 1000)
@@ -54,6 +57,7 @@ class Case:
     given: bool = False
     projected: bool = False
     new: bool = True
+    index: tuple[int, int] = (0, 0)
     num_splits: int = 0
     room: int = 1088
     seed: int = 0
@@ -64,7 +68,9 @@ class Case:
 
     @property
     def spec(self) -> CallSpec:
-        return CallSpec(self.config, True, self.D**-0.5, self.queries or None)
+        return CallSpec(
+            self.config, True, self.D**-0.5, self.queries or None, index_scale=1.0 if any(self.index) else None
+        )
 
     def call(self, device: str = "cuda") -> Call:
         """The step; places behind what there is are NaN."""
@@ -74,19 +80,26 @@ class Case:
             return torch.randn(*size, generator=generator, device=device).to(self.dtype)
 
         config, B, (Hkv, G, D) = self.config, len(self.lengths), (self.Hkv, self.G, self.D)
-        names = ["k", "v", *self.win]
+        names = ["k", "v", *self.win, *["k_index"] * any(self.index)]
+        compressed = COMPRESSED_CACHES if config.computes("compressed") else ()
         rows = (sum(self.queries),) if self.queries else (B, self.T)
         made: dict[str, Any] = dict(q=draw(*rows, Hkv * G, D), num_splits=self.num_splits)
         places, tables, at = {}, {}, torch.arange(B)
-        for name in (*names, *COMPRESSED_CACHES):
+        if any(self.index):
+            made["q_index"] = draw(*rows, Hkv, self.index[1])
+
+        def row(name: str) -> tuple[int, int]:
+            return self.index if name == "k_index" else (Hkv, D)
+
+        for name in (*names, *compressed):
             stride = config.stride if "cmp" in name else 1
             room = config.compressed_length(self.room) if "cmp" in name else self.room
             lead = (B + 2, room)
             if self.page:
                 lead = (B * (self.room // self.page) + 3, self.page // stride)
-            places[name] = torch.full((*lead, Hkv, D), torch.nan, dtype=self.dtype, device=device)
+            places[name] = torch.full((*lead, *row(name)), torch.nan, dtype=self.dtype, device=device)
         if self.page:
-            for table, name in (("page_table", "k"), ("cmp_page_table", "k_cmp")):
+            for table, name in (("page_table", "k"), ("cmp_page_table", "k_cmp"))[: 1 + (compressed != ())]:
                 count = len(places[name])
                 shuffled = torch.randperm(count, generator=generator, device=device)[: count - 3]
                 tables[table] = shuffled.view(B, -1).int()
@@ -95,10 +108,10 @@ class Case:
             made["cache_batch_idx"] = at.int()
         if self.projected:
             made |= {f"compress_{x}_weight": draw(Hkv, D, D) * D**-0.5 for x in "kv"}
-        parts: dict[str, list[Tensor]] = {name: [] for name in (*names, *COMPRESSED_CACHES)}
+        parts: dict[str, list[Tensor]] = {name: [] for name in (*names, *compressed)}
         for b, (S, T) in enumerate(zip(self.lengths, self.T_of)):
             for name in names:
-                tokens, first = draw(S, Hkv, D), S - T if self.new else S
+                tokens, first = draw(S, *row(name)), S - T if self.new else S
                 pages = tables["page_table"][b].tolist() if self.page else [int(at[b])]
                 places[name][slots_of(places[name], pages, 0, first)] = tokens[:first]
                 parts[name].append(tokens[first:])
@@ -121,9 +134,9 @@ class Case:
         before = [S - T if self.new else S for S, T in zip(self.lengths, self.T_of)]
         made["cache_seqlens"] = torch.tensor(before, dtype=torch.int32, device=device)
         if self.gate == "weight":
-            made["gate_weight"] = draw(Hkv * G, 3, D) * D**-0.5
+            made["gate_weight"] = draw(Hkv * G, len(config.branches), D) * D**-0.5
         if self.gate == "given":
-            made["gates"] = torch.rand(*rows, Hkv * G, 3, generator=generator, device=device)
+            made["gates"] = torch.rand(*rows, Hkv * G, len(config.branches), generator=generator, device=device)
         caches = {f"{name}_cache": x for name, x in places.items()}
         return Call.of(made | tables | caches)._replace(spec=self.spec)
 
@@ -146,12 +159,21 @@ CASES = {
     "packed": Case(queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), page=64, config=SMALL, num_splits=3),
     "there": Case(new=False, T=2, lengths=(128, 2, 1000), win=("v_win",)),
     "long": Case(lengths=(70_001, 33_000), room=70_016, G=8, page=64, config=NSAConfig.paper(), Hkv=1),
+    "index": Case(config=INDEX, gate="none", index=(2, 32)),
+    "index, one key": Case(config=INDEX.replace(**UNFORCED, branches=BRANCHES[1:]), page=64, index=(1, 16), T=5, Hkv=3),
+    "index of 128": Case(config=INDEX.replace(local_blocks=0, block_size=128), index=(2, 128), G=20, gate="given"),
+    "index, packed": Case(
+        queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), config=INDEX.replace(block_size=16), index=(2, 64)
+    ),
+    "index, there": Case(config=INDEX.replace(block_counts=5), new=False, T=2, lengths=(128, 2, 1000), index=(1, 64)),
+    "long index": Case(config=INDEX, lengths=(70_001, 33_000), room=70_016, page=64, G=8, Hkv=8, index=(8, 32)),
     "very long": Case(lengths=(400_001,), room=400_064, G=16, Hkv=1),
 }
 
 
 FORCED = [(name, (0, 2, 8)) for name in ("first and local", "first alone", "too many forced", "unforced")]
 FORCED += [("no window", (0, 2, 8)), ("no window", (2, 3, 8))]
+BY_INDEX = [(name, (0, 2, 4)) for name in CASES if name.startswith("index")]
 
 
 def decode(call: Call, case: Case) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
@@ -199,19 +221,25 @@ def stack(name: str, splits: Splits) -> list[list[int]]:
     return [code.stack for code in machine_code(fake_step, name, splits)]
 
 
-@pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED])
+@pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED, *BY_INDEX])
 def test_builds_everywhere(compiler: Worker, name: str, splits: Splits) -> None:
     case = CASES[name]
-    assert compiler.trace(fake_step, name, splits) == (len(case.lengths), case.T, case.Hkv * case.G, case.D)
+    lead = (sum(case.queries),) if case.queries else (len(case.lengths), case.T)
+    assert compiler.trace(fake_step, name, splits) == (*lead, case.Hkv * case.G, case.D)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("splits", [(0, 8, 8), (2, 8, 8)])
-@pytest.mark.parametrize("name", ["draft", "narrow", "long"])
+@pytest.mark.parametrize(
+    "name, splits",
+    [
+        *product(["draft", "narrow", "long"], [(0, 8, 8), (2, 8, 8)]),
+        *product(["index, one key", "long index"], [(0, 8, 4)]),
+    ],
+)
 def test_registers_suffice(compiler: Worker, name: str, splits: Splits) -> None:
-    """A step is one launch, or the compressed branch has one before it."""
+    """A step is one launch, or the compressed branch, or an index, has one before it."""
     sizes = compiler.run(stack, name, splits)
-    assert len(sizes) == 1 + (splits[0] > 0) and not any(map(any, sizes)), sizes
+    assert len(sizes) == 1 + (splits[0] > 0 or "index" in name) and not any(map(any, sizes)), sizes
 
 
 def cache_rows(moves: bool) -> tuple[int, ...]:
@@ -262,6 +290,9 @@ def test_what_the_kernels_take() -> None:
         return supports(Call.of(call._asdict() | call.cache._asdict() | changes)._replace(spec=call.spec))
 
     assert taken() and taken(CASES["packed"]) and taken(CASES["narrow"]) and taken(Case(T=8))
+    assert taken(CASES["index"]) and taken(CASES["index, one key"]) and not taken(replace(CASES["index"], T=9))
+    assert not taken(replace(CASES["index, one key"], T=8, Hkv=9))
+    assert not taken(replace(CASES["index"], config=INDEX.replace(branches=BRANCHES)))
     assert not taken(Case(T=9)) and not taken(Case(D=96)) and not taken(Case(dtype=torch.float32))
     assert not taken(k_cmp_cache=None) and not taken(block_indices=torch.zeros(3, 1, 2, 4, dtype=torch.int32))
     assert not taken(Case(config=DEFAULT.replace(block_size=8))) and not taken(Case(config=DEFAULT.replace(q_tile=2)))

@@ -1,0 +1,126 @@
+"""Scores of blocks by an index of tokens: a decode step's first launch, whose second one selects by them.
+
+A warp takes a block at a time: neighbouring lanes have 16 bytes each of a key, and up to `AT_ONCE` of their loads are
+in flight. A query's product with a key is summed over the key's lanes, and the block's score is the largest over the
+keys that its token sees, written as a number of 31 bits that orders as the score. Keys that all lists share are read
+once. One thread block appends the call's index keys, which the others read from the call's tensor.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from nsa_layer.kernels.decode.append import append, is_inside
+from nsa_layer.kernels.decode.attention import vector
+from nsa_layer.kernels.decode.cache_rows import LARGEST, Caches, Lengths, Sequence, Stored, new_row
+from nsa_layer.kernels.decode.spec import LAUNCH, VECTOR, WARP, WARPS, DecodeSpec
+from nsa_layer.kernels.decode.topk import candidates
+from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
+from nsa_layer.kernels.varlen import load_once
+
+AT_ONCE = 8  # loads of a lane in flight
+BLOCKS = 2  # of a warp
+MOST_ROWS = 64  # (token, list) pairs that share keys
+
+
+class IndexDecode:
+    """The kernel."""
+
+    shapes = (
+        *("Bq Tq Hkv D", "P S Hi D", "Bk Tk Hi D", "B n *", "B *", "Bs *", "B *"),
+        *("B Hkv T blocks@16", "B Hkv"),
+    )
+
+    def __init__(self, spec: DecodeSpec, lists: int) -> None:
+        """spec: with the index' dimension for D; lists: that share a key."""
+        self.spec = spec
+        self.lists = lists
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """q_index, cache and new rows of k_index, page table, rows of contiguous caches, starts of packed queries,
+        lengths, scores int32, `StepTensors.valid`; capacity, stream."""
+        mQ, mCache, mNew, table, batch_idx, cu_seqlens, seqlens, mScores, mValid, capacity, stream = arguments
+        stored = Stored((mCache, None), (mNew, None), table)
+        lengths = Lengths(self.spec, seqlens, cu_seqlens, batch_idx, capacity, capacity, Int32(mQ.shape[1]))
+        self.kernel(mQ, stored, lengths, mScores, mValid).launch(
+            grid=[cute.ceil_div(mScores.shape[3], BLOCKS * WARPS), mCache.shape[2], mScores.shape[0]],
+            stream=stream,
+            **LAUNCH,
+        )
+
+    @cute.kernel
+    def kernel(self, mQ: cute.Tensor, stored: Stored, lengths: Lengths, mScores: cute.Tensor, mValid: cute.Tensor):
+        spec, lists = self.spec, self.lists
+        x, head, b = cute.arch.block_idx()
+        tidx, _, _ = cute.arch.thread_idx()
+        smem, rows = SmemAllocator(), spec.T * lists
+        sQ = smem.allocate_tensor(Float32, cute.make_layout((spec.D, rows)), byte_alignment=16)
+        sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        held = LARGEST if const_expr(stored.pages is not None) else Int32(stored.caches[0].shape[0])
+        sequence = lengths.sequence(b, held)
+        for i in cutlass.range(tidx, rows * spec.D, WARP * WARPS, unroll=1):
+            row = i // spec.D
+            query = new_row(mQ, sequence, cutlass.min(row // lists, sequence.T - 1), head * lists + row % lists)
+            sQ[i % spec.D, row] = query[i % spec.D].to(Float32)
+        if x == 0:
+            valid = is_inside(sequence, Caches(stored, None, None, (None, None)), WARP * WARPS, sBad)
+            if tidx < lists:
+                mValid[b, head * lists + tidx] = cutlass.select_(valid, Int32(1), Int32(0))
+            if valid:
+                append(spec, sequence, stored, head, WARP * WARPS)
+        cute.arch.sync_threads()
+        begin, end = candidates(spec, sequence.position(sequence.T - 1))
+        first = (x * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())) * BLOCKS
+        for block in cutlass.range(cutlass.max(first, begin), cutlass.min(first + BLOCKS, end), unroll=1):
+            self.score(sQ, stored, sequence, head, block, mScores[b, None, None, None])
+
+    @cute.jit
+    def score(
+        self, sQ: cute.Tensor, stored: Stored, sequence: Sequence, head: Int32, block: Int32, scores: cute.Tensor
+    ):
+        """Write a block's score of each token and list, [Hkv, T, blocks]."""
+        spec, lists, rows = self.spec, self.lists, self.spec.T * self.lists
+        lanes = spec.D // VECTOR
+        keys = WARP // lanes  # of a load
+        loads = max(n for n in range(1, AT_ONCE + 1) if spec.block_size // keys % n == 0)
+        lane, table = cute.arch.lane_idx(), stored.table(sequence)
+        first = block * spec.block_size
+        page = table.page(first)
+        top = cute.make_rmem_tensor((rows,), Float32)
+        top.fill(-Float32.inf)
+        for step in cutlass.range(spec.block_size // (keys * loads), unroll=1):
+            at = first + step * (keys * loads) + lane // lanes
+            held = cute.make_rmem_tensor((VECTOR, loads), stored.caches[0].element_type)
+            for i in cutlass.range_constexpr(loads):
+                key = cutlass.max(cutlass.min(at + i * keys, sequence.S - 1), 0)
+                load_once(vector(stored.token(0, table, page, key, head), lane % lanes), held[None, i])
+            for row in cutlass.range_constexpr(rows):
+                q = cute.make_rmem_tensor((VECTOR,), Float32)
+                cute.autovec_copy(vector(sQ[None, row], lane % lanes), q)
+                t = sequence.position(Int32(row // lists))
+                for i in cutlass.range_constexpr(loads):
+                    z = q[0] * held[0, i].to(Float32)
+                    for e in cutlass.range_constexpr(1, VECTOR):
+                        z = cute.math.fma(q[e], held[e, i].to(Float32), z)
+                    z = cute.arch.warp_reduction_sum(z, threads_in_group=lanes)
+                    if const_expr(spec.local == 0):  # else a token's own block is forced
+                        z = Float32(cutlass.select_(at + i * keys > t, -Float32.inf, z))
+                    top[row] = cute.arch.fmax(top[row], z)
+        for row in cutlass.range_constexpr(rows):
+            score = cute.arch.warp_reduction_max(top[row])
+            if lane == 0:
+                scores[head * lists + row % lists, row // lists, block] = in_order(score)
+
+
+def in_order(x: Float32) -> Int32:
+    """A number of 31 bits that orders as x."""
+    bits = bits_of(x)
+    negative = cutlass.select_(bits == -(1 << 31), Int32(0), bits ^ 0x7FFFFFFF)  # -0.0
+    bits = cutlass.select_(bits < 0, negative, bits)
+    return (bits >> 1) + (1 << 30)
