@@ -130,7 +130,6 @@ LACKING: dict[str, Callable[[Call], bool]] = {
     "blocks that more than 64 compressed keys overlap": _has_too_many_overlaps,
     "compress_offset 0 with compress_stride 1": _shows_incomplete_keys,
     "rule='seed'": lambda call: call.config.rule == "seed",
-    "the index' loss": lambda call: call.spec.index_loss,
     "index of other than 16, 32, 64 or 128 dimensions": _has_other_index,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
+from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call import DIFFERENTIABLE, Call, Saved
@@ -19,6 +20,7 @@ from nsa_layer.cute.head_slices import (
     query_heads,
     saved_of_group,
 )
+from nsa_layer.cute.index_loss import index_loss_backward
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.selected import dq_options, query_lists, selected_options, token_block_csr, use_split_dq
 from nsa_layer.cute.varlen import Varlen, as_kernels_read
@@ -42,7 +44,7 @@ def backward(
     o: Tensor | None = None,
     dq: Tensor | None = None,
     window: slice | None = None,
-    d_sums: None = None,
+    d_sums: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the differentiable call, from the results of `forward.forward`.
 
@@ -51,15 +53,16 @@ def backward(
         dq: written, if not None.
         window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
             as None.
-        d_sums: None: the kernels have no loss of an index.
+        d_sums: the gradient of ``saved.index_sums``, of which the first number counts.
     """
     (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
     with compiling(call, plan, backward=True):
         if call.one_branch:
             if call.block_indices is None:
                 call = call._replace(block_indices=saved.block_indices)
-            grads = backward_selected(call, varlen, do, o, saved.lse_slc, dq)
-            return *grads, *[None] * (len(DIFFERENTIABLE) - 3)
+            *grads, pairs = backward_selected(call, varlen, do, o, saved.lse_slc, dq)
+            of_index = _index_backward(call, varlen, saved, pairs, d_sums)
+            return *grads, *[None] * (len(DIFFERENTIABLE) - 5), *of_index
         of_keys = (*call[1:3], call.k_win, call.v_win)[: 4 if window is None else 2]
         dense = dict(memory_format=torch.contiguous_format)
         of_keys = [None if x is None else torch.empty_like(x, **dense) for x in of_keys]
@@ -76,7 +79,8 @@ def backward(
             do_group = narrow(do, -2, query)
             rest.append(backward_group(part, varlen, of_group, do_group, *into, window_adds=window is not None))
     rest = (joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2)))
-    return dq, *of_keys[:2], *rest, *(of_keys[2:] if window is None else (None, None)), None, None
+    of_index = _index_backward(call, varlen, saved, None, d_sums)
+    return dq, *of_keys[:2], *rest, *(of_keys[2:] if window is None else (None, None)), *of_index
 
 
 def backward_group(
@@ -186,6 +190,23 @@ def backward_group(
     return gate.d_weight, gate.d_gates, *d_weights, dk_cmp, dv_cmp
 
 
+def _index_backward(
+    call: Call, varlen: Varlen, saved: Saved, pairs: KeyPairs | None, d_sums: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of q_index and k_index, of all heads at once: they may share one index key.
+
+    Args:
+        pairs: the tokens of each block; None: not there yet.
+    """
+    if d_sums is None:
+        return None, None
+    if pairs is None:
+        with component("pairs"):
+            pairs = token_block_csr(call, varlen, saved.block_indices)
+    with component("index"):
+        return index_loss_backward(call, varlen, saved, pairs, d_sums)
+
+
 def _compressed_gradient(x: Tensor, of_caller: Tensor | None, weight: Tensor | None, *, packed: bool) -> Tensor:
     """For the gradient of compressed keys or values, which no kernel writes where no sequence has a block: 0 there if
     the rows are the caller's, or summed to the gradient of a weight."""
@@ -261,8 +282,8 @@ def _add_selected(
     dk: KeyGradient,
     dv: KeyGradient,
     start: int,
-) -> None:
-    """Add the selected branch's dk and dv, by the exact pairs of unions.
+) -> KeyPairs:
+    """Add the selected branch's dk and dv, by the exact pairs of unions, which are returned.
 
     Args:
         rows: row sums and log-sum-exps, of which sequences start at multiples of `start`.
@@ -277,12 +298,13 @@ def _add_selected(
                 grad.out.zero_()
         into = dict(dk=dk.out, dv=dv.out, add=add, start=start, softmax_scale=spec.softmax_scale)
         backward_dkdv(*call[:3], do, *rows, pairs, **into, causal=spec.causal, q_offset=call.q_offset, **starts)
+    return pairs
 
 
 def backward_selected(
     call: Call, varlen: Varlen, do: Tensor, o: Tensor, lse: Tensor, dq: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, which is written if it is given, dk and dv of `forward_selected`."""
+) -> tuple[Tensor, Tensor, Tensor, KeyPairs]:
+    """dq, which is written if it is given, dk and dv of `forward_selected`, and the tokens of each block."""
     (q, k, v), spec, (T, Hq) = call[:3], call.spec, call.q.shape[-3:-1]
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq
@@ -296,5 +318,5 @@ def backward_selected(
     with component("slc_dq"):
         backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed, **starts)
     del lists
-    _add_selected(call, varlen, call.block_indices, do, (dpsum, lse_log2), KeyGradient(dk), KeyGradient(dv), SUMS_STEP)
-    return dq, dk, dv
+    into = (KeyGradient(dk), KeyGradient(dv), SUMS_STEP)
+    return dq, dk, dv, _add_selected(call, varlen, call.block_indices, do, (dpsum, lse_log2), *into)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from flash_attn.cute.fwd_unions.interface import forward_unions
+from flash_attn.cute.lists.query_bits import block_sums
 from flash_attn.cute.mma.form import use_mma_sync
 from flash_attn.cute.runtime import replay
 from nsa_layer.call import Call, CallSpec, Saved, Signature
@@ -21,6 +22,7 @@ from nsa_layer.cute.head_slices import (
     narrow,
     query_heads,
 )
+from nsa_layer.cute.index_loss import index_loss_forward
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.select_blocks import choose_by_index, select_blocks
 from nsa_layer.cute.selected import dq_options, selected_options
@@ -30,7 +32,7 @@ from nsa_layer.kernels.gating.forward import gated_sum
 from nsa_layer.kernels.pooling.mean_pool import mean_pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
-from nsa_layer.support import device_arch, reads_unions
+from nsa_layer.support import UNION_BLOCK, device_arch, reads_unions
 from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
@@ -59,15 +61,15 @@ def forward(
                 with component("choose"):
                     lists = choose_by_index(call, varlen)
                 call = call._replace(block_indices=lists)
-            o, lse = forward_selected(call, varlen)
-            return o, Saved(block_indices=lists, lse_slc=lse)
+            o, lse, of_loss = forward_selected(call, varlen)
+            return o, Saved(block_indices=lists, lse_slc=lse, **of_loss)
         o = new_outputs(*call[:3:2])[0] if o is None else o
         saved, Hkv, config = Saved(), call.k.shape[-2], spec.config
         for group in plan.groups:
             part = head_group(call, *group)
-            q, k, v = part[:3]
+            q, _, v = part[:3]
             o_cmp = o_slc = o_swa = lse_cmp = lse_slc = lse_swa = k_scored = k_cmp = v_cmp = indices = counts = None
-            means = (None, None)
+            means, of_loss = (None, None), {}
             # The window needs q, k and v alone: the GPU has work at once, while the host launches short kernels.
             if config.computes("window"):
                 into = None if side_stream is None else new_outputs(q, v)
@@ -86,10 +88,7 @@ def forward(
                         indices, counts = select_blocks(part, varlen, scored, lse_cmp)
                         del scored
                 del k_scored
-                with component("lists"):
-                    of_slc = selected_options(part, varlen, indices, counts, backward=False)
-                with component("slc"):
-                    o_slc, lse_slc = attend_selected(q, k, v, spec, of_slc, call.pages)
+                o_slc, lse_slc, of_loss = forward_selected(part._replace(block_indices=indices), varlen, counts)
             if side_stream is not None:
                 side_stream.join()
             with component("gate"):
@@ -100,7 +99,7 @@ def forward(
             selection = (indices, counts) if part.block_indices is None else (None, None)
             compressed = k_cmp if part.k_cmp is None else None, v_cmp if part.v_cmp is None else None
             outputs = (x if keep else None for x, keep in zip(outputs, plan.kept))
-            of_group = Saved(*selection, *compressed, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+            of_group = Saved(*selection, *compressed, *means, *outputs, lse_cmp, lse_slc, lse_swa, g, **of_loss)
             saved = join_saved(saved, of_group, group, Hkv)
     return o, saved
 
@@ -132,12 +131,25 @@ def _compressed(call: Call, varlen: Varlen) -> tuple[Tensor | None, Tensor, Tens
     return k_scored, k_cmp, v_cmp, None if w_k is None else k_mean, None if w_v is None else v_mean
 
 
-def forward_selected(call: Call, varlen: Varlen) -> tuple[Tensor, Tensor]:
-    """o and the log-sum-exp of the selected branch alone, over lists of the caller's."""
+def forward_selected(
+    call: Call, varlen: Varlen, block_counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """o and the log-sum-exp of the selected branch over the call's lists; and the fields of `Saved` for an index' loss.
+
+    Args:
+        block_counts: as for `selected_options`.
+    """
+    (q, k, v), spec, lists = call[:3], call.spec, call.block_indices
     with component("lists"):
-        options = selected_options(call, varlen, call.block_indices, backward=False)
+        options = selected_options(call, varlen, lists, block_counts, backward=False)
+    if not spec.index_loss:
+        with component("slc"):
+            return *attend_selected(q, k, v, spec, options, call.pages), {}
     with component("slc"):
-        return attend_selected(*call[:3], call.spec, options, call.pages)
+        sums = block_sums(q, k.shape[-2], lists.shape[-1] * -(-call.config.block_size // UNION_BLOCK))
+        o, lse = attend_selected(q, k, v, spec, options | dict(aux_tensors=[sums]))
+    with component("index"):
+        return o, lse, index_loss_forward(call, varlen, options["block_sparse_tensors"], sums, lse)
 
 
 def compiling(call: Call, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:

@@ -39,11 +39,16 @@ def narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None:
 
 
 def join_saved(saved: Saved, part: Saved, group: tuple[int, int], heads: int) -> Saved:
-    """`saved` of all heads with the part of key/value heads (first, end) copied to it; the part if it has all heads."""
+    """`saved` of all heads with the part of key/value heads (first, end) copied to it, and the sums of a loss added;
+    the part if it has all heads."""
     if group == (0, heads):
         return part
     for name, x in part._asdict().items():
-        if x is not None:
+        if name == "index_sums" and saved.index_sums is not None:
+            saved.index_sums.add_(x)
+        elif name == "index_sums":
+            saved = saved._replace(index_sums=x)
+        elif x is not None:
             each = x.shape[-2] // (group[1] - group[0])
             if getattr(saved, name) is None:
                 saved = saved._replace(**{name: x.new_empty(*x.shape[:-2], each * heads, x.shape[-1])})
@@ -52,7 +57,7 @@ def join_saved(saved: Saved, part: Saved, group: tuple[int, int], heads: int) ->
 
 
 def saved_of_group(saved: Saved, group: tuple[int, int], heads: int) -> Saved:
-    """The part of key/value heads (first, end) of all, contiguous."""
+    """The part of key/value heads (first, end) of all, contiguous, without the fields of an index' loss."""
     if group == (0, heads):
         return saved
 
@@ -60,6 +65,7 @@ def saved_of_group(saved: Saved, group: tuple[int, int], heads: int) -> Saved:
         each = x.shape[-2] // heads
         return narrow(x, -2, (group[0] * each, group[1] * each)).contiguous()
 
+    saved = saved._replace(index_mass=None, index_tokens=None, index_sums=None)
     return Saved(*(x if x is None else part(x) for x in saved))
 
 

@@ -72,6 +72,7 @@ class Sizes(NamedTuple):
         listed: lists are the caller's.
         gate: "weight", "given" (the caller's gates) or "none".
         own_window: the window has keys or values of its own.
+        index_loss: there is one.
     """
 
     tokens: int
@@ -90,6 +91,7 @@ class Sizes(NamedTuple):
     gate: str = "weight"
     own_window: bool = False
     needs_grad: bool = True
+    index_loss: bool = False
 
     @classmethod
     def of(cls, call: Call, *, needs_grad: bool) -> Sizes:
@@ -99,7 +101,7 @@ class Sizes(NamedTuple):
         heads = (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         width = config.list_width(call.longest_k) if lists is None else lists.shape[-1]
         of_lists = (width, call.q_heads_per_list, reads_unions(config, listed=spec.listed), lists is not None)
-        more = (call.gate, call.has_own_window, needs_grad)
+        more = (call.gate, call.has_own_window, needs_grad, spec.index_loss)
         return cls(*counts, *heads, q.element_size(), config, *of_lists, *more)
 
 
@@ -147,6 +149,9 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     # Recomputed outputs are freed before accumulators; with the caller's gates outputs have gradients in memory.
     late = max(kept.count(False) * branch, accumulators) + config.num_branches * branch * (sizes.gate == "given")
     saved_lists = 0 if sizes.listed or not selects else tiles * sizes.Hkv * (width + (not sizes.unions)) * 4
+    if sizes.index_loss:  # by block of a list, in fp32: log-sum-exps of query heads; probabilities, and tokens
+        selection += 4 * tokens * query_heads * width * -(-config.block_size // UNION_BLOCK)
+        saved_lists += 8 * tokens * sizes.Hkv * width
     gates = len(config.branches) * (sizes.gate != "none")
     saved = rows * (sum(kept) * sizes.Dv * e + (config.num_branches + gates) * 4)
     saved += blocks * sizes.Hkv * row_sizes * e + saved_lists

@@ -159,4 +159,4 @@ def make_call(call: Signature) -> None:
         plan = replace(call.plan, groups=tuple(groups.values()))
         o, saved = pages.forward(made, plan=plan, backward=call.backward)
         if call.backward:
-            pages.backward(made, saved, torch.empty_like(o), plan=plan, o=o)
+            pages.backward(made, saved, torch.empty_like(o), plan=plan, o=o, d_sums=saved.index_sums)

@@ -32,6 +32,7 @@ CASES = [
     Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=TILES),
     Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig()),
     Case(**SMALL, config=NSAConfig(q_tile=128, block_size=128), causal=False),
+    Case(**SMALL, config=NSAConfig(rule="index", branches=("selected",), block_counts=5), gate="none", index_dim=32),
 ]
 
 
@@ -70,7 +71,9 @@ def test_replays_equal_eager_calls(case: Case) -> None:
         return list(inputs.tensors().values()), inputs.do
 
     def call(*tensors: Tensor) -> Tensor:
-        return nsa(**dict(zip(names, tensors)), config=case.config, causal=case.causal, cu_seqlens=starts)
+        options = dict(config=case.config, causal=case.causal, cu_seqlens=starts, return_index_loss=case.index_dim > 0)
+        result = nsa(**dict(zip(names, tensors)), **options)
+        return result[0] + result[1].to(result[0].dtype) if case.index_dim else result
 
     assert_replays(call, draw, exact=case.config.deterministic)
 

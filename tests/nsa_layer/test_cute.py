@@ -157,7 +157,7 @@ OPTIONS = [
     dict(lengths=(1300, 0, 1, 699), config=SIX.replace(block_size=128)),
     dict(T=2000, config=SIX),
 ]
-OF_INDEX = dict(gate="none", compress_weights=False, index_loss=False, config=by_index())
+OF_INDEX = dict(gate="none", compress_weights=False, config=by_index())
 OPTIONS += [
     OF_INDEX | dict(T=1500, Hq=32, Hkv=8, index_dim=32),
     OF_INDEX | dict(T=1025, Hq=64, Hkv=4, index_dim=16, one_key=True),

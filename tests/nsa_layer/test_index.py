@@ -145,7 +145,8 @@ def test_a_branch_that_is_not_there_launches_nothing(branches: tuple[str, ...], 
     from stub_kernels import LAUNCHED, stubbed_layer
 
     by_index = "selected" in branches
-    sizes = dict(T=300, D=64, dtype=torch.bfloat16, gate=gate, index_dim=32 * by_index, index_loss=False)
+    with_loss = by_index and gate == "weight"
+    sizes = dict(T=300, D=64, dtype=torch.bfloat16, gate=gate, index_dim=32 * by_index, index_loss=with_loss)
     config = NSAConfig(branches=branches, rule="index" if by_index else "nsa", block_counts=4)
     with stubbed_layer():
         LAUNCHED.clear()
@@ -155,6 +156,7 @@ def test_a_branch_that_is_not_there_launches_nothing(branches: tuple[str, ...], 
     assert names["_flash_attn_fwd"] == len(branches) and names["_flash_attn_bwd"] == dense
     assert names["_bwd_postprocess_convert"] == (dense > 0) + 2 * dense  # dq once, and dk and dv of each
     assert names["index_topk"] == by_index and names["union_lists"] == 2 * by_index
+    assert all(names[of] == with_loss for of in ("best_tokens", "index_loss", "index_dq", "index_dk"))
     assert names["mean_pool"] == names["mean_pool_backward"] == ("compressed" in branches)
     assert names["gated_sum"] == names["gated_sum_backward"] == (branches != ("selected",) or gate != "none")
     assert result.aux.gates.shape[-1] == len(branches) and result.aux.index_scores is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -67,6 +68,9 @@ def test_a_branch_that_is_not_there_takes_no_memory() -> None:
     one, whole = (predict(of, 8, ALL) for of in (sizes, SIZES._replace(config=TOKENS)))
     assert one["saved"] == (1 << 16) * (32 * (128 * 2 + 2 * 4) + 8 * 16 * 4)
     assert one["forward"] < whole["forward"] and one["backward"] < whole["backward"] - 4 * (1 << 16) * 32 * 128
+    loss = predict(sizes._replace(index_loss=True), 8, ALL)
+    assert loss["saved"] - one["saved"] == (1 << 16) * 8 * 16 * 8
+    assert loss["forward"] - one["forward"] == (1 << 16) * 32 * 16 * 4
     window = predict(sizes._replace(config=TOKENS.replace(branches=("window",))), 8, ALL)
     assert window["saved"] == (1 << 16) * 32 * (128 * 2 + 2 * 4)
     assert predict(sizes._replace(config=config.replace(branches=ALL_BRANCHES)), 8, ALL) == whole
@@ -102,6 +106,16 @@ def test_computing_again_changes_no_bit(lengths: tuple[int, ...] | None, gate: s
 @GATES_AND_LENGTHS
 def test_groups_of_heads_are_as_exact(lengths: tuple[int, ...] | None, gate: str) -> None:
     case = small_case(lengths, gate, deterministic=False)
+    for policy in (MemoryPolicy(budget=0), MemoryPolicy(budget=0, recompute="none")):
+        assert_close_to_reference(case, partial(attend, memory=policy), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [None, PACK])
+def test_groups_of_heads_share_an_index_key(lengths: tuple[int, ...] | None) -> None:
+    """Whose gradient and loss are those of all groups; gates and all branches are there."""
+    config = NSAConfig(rule="index", block_counts=6, window_size=200)
+    case = replace(small_case(lengths, "weight", False), config=config, index_dim=32, one_key=True)
     for policy in (MemoryPolicy(budget=0), MemoryPolicy(budget=0, recompute="none")):
         assert_close_to_reference(case, partial(attend, memory=policy), "cuda")
 

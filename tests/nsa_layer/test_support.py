@@ -30,9 +30,9 @@ def choose(
     *,
     rows: int = 16,
     index_dim: int = 0,
-    index_loss: bool = False,
     alone: bool = False,
     cached: bool = False,
+    index_loss: bool = False,
     **changes: object,
 ) -> str:
     """The backend of a call with `rows` query heads for each list."""
@@ -42,9 +42,8 @@ def choose(
         call = call._replace(q_index=call.q[..., :index_dim], k_index=call.k[..., :index_dim])
     if cached:
         call = call._replace(cache=KVCache(*call[1:3], 0))
-    return support.choose_backend(
-        backend, call._replace(spec=replace(call.spec, alone=alone, index_loss=index_loss)), device
-    )
+    spec = replace(call.spec, alone=alone, index_loss=index_loss)
+    return support.choose_backend(backend, call._replace(spec=spec), device)
 
 
 def _alone(block_size: int) -> NSAConfig:
@@ -61,7 +60,6 @@ UNSUPPORTED = {
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
-    "the index' loss": dict(config=INDEX, index_loss=True),
     "index of other than 16, 32, 64 or 128 dimensions": dict(config=INDEX, index_dim=24),
     "block_size below 16": dict(config=TILES.replace(block_size=8)),
     "block_size 16 with G below 4, 32 with 1": dict(alone=True, config=_alone(16), rows=3),
@@ -91,7 +89,7 @@ SUPPORTED = {
     "lists for each token": dict(config=NSAConfig(), lists=(1, 3)),
     **{f"an index of {Di}": dict(config=INDEX, index_dim=Di, rows=200) for Di in (16, 32, 64, 128)},
     "caches of an index": dict(config=INDEX, cached=True, index_dim=32),
-    "an index of all branches": dict(config=NSAConfig(rule="index")),
+    "an index of all branches, and its loss": dict(config=NSAConfig(rule="index"), index_loss=True),
     "two branches": dict(config=NSAConfig(branches=("compressed", "selected"))),
     "lists alone": dict(config=_alone(192), alone=True),
     "keys of a branch's own": dict(own=OWN_KEYS),

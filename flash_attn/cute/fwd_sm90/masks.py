@@ -59,9 +59,10 @@ class KeyMask:
 
     def row(self, r: int) -> Int32:
         """The query of the thread's r-th row, in the sequence."""
-        return self._query(self._place(r))
+        return self._query(self.place(r))
 
-    def _place(self, r: int) -> Int32:
+    def place(self, r: int) -> Int32:
+        """The thread's r-th row among those of the sequence: of packed heads, a token's one after the other."""
         return self.first + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
 
     def _query(self, place: Int32) -> Int32:
@@ -69,7 +70,7 @@ class KeyMask:
 
     def query_head(self, r: int) -> Int32:
         """The query head of the thread's r-th row."""
-        return self.head if self.packed == 1 else self.head * self.packed + self._place(r) % self.packed
+        return self.head if self.packed == 1 else self.head * self.packed + self.place(r) % self.packed
 
     def column(self, c: int) -> Int32:
         """The column of the thread's c-th register of a row, counted from the block's first key."""
@@ -117,9 +118,10 @@ class KeyMask:
 
     def lists(self, words: tuple[Int32, ...], r: int) -> Boolean:
         """True if the token of the thread's r-th row lists the block, or a part of it."""
-        return self._has_bit(tuple(reduce(or_, of) for of in zip(*self.parts(words))), r)
+        return self.has_bit(tuple(reduce(or_, of) for of in zip(*self.parts(words))), r)
 
-    def _has_bit(self, words: tuple[Int32, ...], r: int) -> Boolean:
+    def has_bit(self, words: tuple[Int32, ...], r: int) -> Boolean:
+        """True if the token of the thread's r-th row lists a part of a block, given by its words."""
         token = self._token(self.row(r))
         word = words[0]
         for i in range(1, len(words)):
@@ -145,7 +147,7 @@ class KeyMask:
             count = width // 4 // len(parts)  # registers of a part
             for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                 for i in cutlass.range_constexpr(len(parts)):
-                    listed = self._has_bit(parts[i], r)
+                    listed = self.has_bit(parts[i], r)
                     for c in cutlass.range_constexpr(at // 4 + i * count, at // 4 + (i + 1) * count):
                         scores[r, c] = scores[r, c] if listed else -Float32.inf
 

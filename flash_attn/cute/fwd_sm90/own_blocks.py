@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 from quack import layout_utils
 
 from flash_attn.cute import utils
+from flash_attn.cute.fwd_sm90.block_sums import BlockSums
 from flash_attn.cute.fwd_sm90.loads import KeyLoop
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
@@ -100,11 +101,15 @@ class Products:
     acc_O: cute.Tensor
     tOrP: cute.Tensor
     softmax: UnionSoftmax
+    sums: BlockSums | None = None
 
     def hidden_and_scaled(self, acc_S: cute.Tensor, mask: BlockMask) -> cute.Tensor:
         """Probabilities in place of a block's scores. Returns what the rows of the output are scaled by."""
         mask(acc_S)
-        return self.softmax.online_softmax(acc_S)
+        row_scale = self.softmax.online_softmax(acc_S)
+        if self.sums is not None:
+            self.sums.write(acc_S, mask.entry[1:], self.softmax)
+        return row_scale
 
     def take(self, acc_S: cute.Tensor, row_scale: cute.Tensor) -> None:
         """Probabilities for the next product with values; no other may be under way."""
@@ -170,12 +175,18 @@ def compute_blocks(own: OwnBlocks, products: Products, state: Any, first_step: C
         the next state, and whether there was a block.
     """
     adds, count, hidden = Boolean(False), own.loop.count, products.softmax.hidden
+    sums = BlockSums.of(own.mask)
+    products = replace(products, sums=sums)
     if count > 0:
         place, _, entry, _ = own.following(Int32(-1), own.ahead(Int32(-1)))
         state = own.pass_by(state, place)
         if place < count:
             ahead = own.ahead(place)
-            state = first_step(n_block=place, kv_consumer_state=state, mask_fn=BlockMask(own, entry, hidden))
+            scores: list[cute.Tensor] = []
+            mask = partial(_noted, scores, BlockMask(own, entry, hidden))
+            state = first_step(n_block=place, kv_consumer_state=state, mask_fn=mask)
+            if const_expr(sums is not None):
+                sums.write(scores[-1], entry[1:], products.softmax)
             first, last, entry, last_entry = own.following(place, ahead)
             ahead = own.ahead(last)
             while first < count:
@@ -202,6 +213,12 @@ def compute_blocks(own: OwnBlocks, products: Products, state: Any, first_step: C
 def _look_ahead(found: list[tuple], own: OwnBlocks, place: Int32, ahead: Entry) -> None:
     coming = own.following(place, ahead)
     found.append((*coming, own.ahead(coming[1])))
+
+
+def _noted(scores: list[cute.Tensor], mask: BlockMask, acc_S: cute.Tensor, **options: Any) -> None:
+    """The mask, and a note of the registers that it hides scores in."""
+    scores.append(acc_S)
+    mask(acc_S, **options)
 
 
 def _lowest_bit(x: Int32) -> Int32:

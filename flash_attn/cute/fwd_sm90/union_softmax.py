@@ -65,7 +65,7 @@ class UnionSoftmax(Softmax):
             self._probabilities(acc_S, row_scale, True)
         else:
             row_scale.fill(1.0)
-            if self._any_row([self.hidden[r] == 0.0 for r in range(self.num_rows)]):
+            if self.any_row([self.hidden[r] == 0.0 for r in range(self.num_rows)]):
                 self._probabilities(acc_S, row_scale, False)
             else:
                 acc_S.fill(cute.math.exp2(-self.hidden[0], fastmath=True))  # 0, but in this branch alone
@@ -74,12 +74,16 @@ class UnionSoftmax(Softmax):
     @cute.jit
     def rescale_O(self, acc_O: cute.Tensor, row_scale: cute.Tensor) -> None:
         """Scale the output's rows, if a row of the warp has a new maximum."""
-        if self._any_row([row_scale[r] != 1.0 for r in range(self.num_rows)]):
+        if self.any_row([row_scale[r] != 1.0 for r in range(self.num_rows)]):
             Softmax.rescale_O(self, acc_O, row_scale)
+
+    def top(self, r: int) -> Float32:
+        """What a row's probabilities are relative to, in base 2."""
+        return self.row_max[r] + self.base[r] - self.shift
 
     def finalize(self, final_scale: Float32 = 1.0, sink_val: Float32 | cute.Tensor | None = None) -> cute.Tensor:
         for r in range(self.num_rows):
-            self.row_max[r] = self.row_max[r] + self.base[r] - self.shift
+            self.row_max[r] = self.top(r)
         in_base_2 = replace(self, scale_log2=Float32(1.0))
         return Softmax.finalize(in_base_2, final_scale=final_scale, sink_val=sink_val)
 
@@ -101,7 +105,8 @@ class UnionSoftmax(Softmax):
             self.row_sum[r] = utils.fadd_reduce(p, init_val=row_sum, arch=self.arch)
             scores[r, None].store(p)
 
-    def _any_row(self, of_rows: list[Boolean]) -> Boolean:
+    def any_row(self, of_rows: list[Boolean]) -> Boolean:
+        """True if this holds for a row of the warp; of_rows: for this thread's."""
         found = Boolean(False)
         for of_row in of_rows:
             found = found | Boolean(of_row)

@@ -7,6 +7,7 @@ warp by warp (`mma.product`), which is right but slow.
 import math
 from typing import Optional
 
+import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
 
@@ -17,7 +18,7 @@ from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.mma.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
-from flash_attn.cute.runtime.lazy_imports import FlashAttentionForwardUnions
+from flash_attn.cute.runtime.lazy_imports import FlashAttentionForwardUnions, fake_tensor
 from flash_attn.cute.runtime.own_device import dispatch_arch, target_sm_count
 from flash_attn.cute.testing import is_fake_mode
 
@@ -37,6 +38,7 @@ def forward_unions(
     cu_seqlens_k: Optional[Tensor] = None,
     q_offset: Optional[Tensor] = None,
     max_seqlen_q: Optional[int] = None,
+    aux_tensors: Optional[list[Tensor]] = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token to the keys of its own list; the caller has checked the tensors, none of them empty.
 
@@ -47,6 +49,7 @@ def forward_unions(
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1].
         q_offset: int32 [sequences], position of each sequence's first query among its keys; the end's unless given.
         max_seqlen_q: as in `backward_dq`.
+        aux_tensors: `fwd_sm90.block_sums`, which are written.
 
     Returns:
         o like q, and the log-sum-exp, natural, -inf where a row sees no key: fp32 [B, Hq, T], packed [Hq, total].
@@ -63,17 +66,18 @@ def forward_unions(
     normalized = lists_of_queries(q, k, lists, cu_seqlens=sequences, seqused=(None, None), max_seqlen_q=max_seqlen_q)
     left, right = edges(causal, (None, None))
     spec = DqSpec.of(q, k, lists, normalized, (left, right), sequences, q_offset)
-    key = (dispatch_arch(), target_sm_count() if spec.stay else None, spec, normalized.broadcast_pattern)
+    sms = target_sm_count() if spec.stay else None
+    key = (dispatch_arch(), sms, spec, normalized.broadcast_pattern, aux_tensors is not None)
     kernel = _compiled(
         key,
         lambda: FlashAttentionForwardUnions(spec),
-        lambda: [*_fake_arguments(spec), to_cute_block_sparse_tensors(normalized.tensors)],
+        lambda: [*_fake_arguments(spec, aux_tensors is not None), to_cute_block_sparse_tensors(normalized.tensors)],
     )
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32, device=q.device)
     if not is_fake_mode():
         kernel(
-            *(maybe_contiguous(t) for t in (q, k, v)), o, lse,
+            *(maybe_contiguous(t) for t in (q, k, v)), o, lse, aux_tensors[0] if aux_tensors else None,
             1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, left, right, cu_seqlens_q,
             cu_seqlens_k, q_offset, formats.launch_arguments(normalized.tensors),
         )  # fmt: skip
@@ -83,9 +87,10 @@ def forward_unions(
 _compiled = CompiledKernels("fwd_unions")
 
 
-def _fake_arguments(spec: DqSpec) -> list[object]:
+def _fake_arguments(spec: DqSpec, with_sums: bool) -> list[object]:
     """Fake arguments of the kernel that come before the block lists, to compile for."""
     call = FakeCall.of(spec.dtype, spec.head_dim, spec.packed)
     tokens, lse = call.tokens(call.q, call.k, call.k, call.q), call.of_rows(call.q[-3])
     ends = (Int32(0) if given else None for given in spec.edges)
-    return [*tokens, lse, Float32(1.0), *ends, *fake_indices(*spec.packed, spec.offset)]
+    sums = fake_tensor(Float32, tuple(cute.sym_int() for _ in range(3))) if with_sums else None
+    return [*tokens, lse, sums, Float32(1.0), *ends, *fake_indices(*spec.packed, spec.offset)]

@@ -21,6 +21,7 @@ from flash_attn.cute.bwd_dq_sm90.kernel import FlashAttentionBackwardDqSm90, par
 from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows
 from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
+from flash_attn.cute.fwd_sm90.block_sums import BlockSums
 from flash_attn.cute.fwd_sm90.loads import NOWHERE, TmaTensor
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
@@ -41,6 +42,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         mV: cute.Tensor,
         mO: cute.Tensor,  # like q
         mLSE: cute.Tensor,  # fp32 [B, Hq, T], or packed [Hq, total]
+        mSums: cute.Tensor | None,  # of `block_sums`
         softmax_scale: Float32,
         left: Int32 | None,
         right: Int32 | None,
@@ -53,9 +55,10 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         mQ, mK, mV, mO = [assume_tensor_aligned(t) for t in (mQ, mK, mV, mO)]
         mQ, mO = [self.by_token(t, 0) for t in (mQ, mO)]
         mK, mV = [self.by_token(t, 1) for t in (mK, mV)]
+        aux_data = AuxData(None if const_expr(mSums is None) else [mSums], None)
         self.launch(
             (mQ,), (mK, mV), (), (mO, self.rows_by_token(mLSE)), softmax_scale, (left, right),
-            (mCuSeqlensQ, mCuSeqlensK, None, None, mQOffset), lists, AuxData(None, None), stream,
+            (mCuSeqlensQ, mCuSeqlensK, None, None, mQOffset), lists, aux_data, stream,
         )  # fmt: skip
 
     @cute.jit
@@ -99,6 +102,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
             mask = KeyMask(
                 seqlen, place.batch, place.head, first_row, thread, *edges, None, aux_data, spec.packed_heads
             )  # fmt: skip
+            block_sums = BlockSums.of(mask)
             acc_O.fill(0.0)
             softmax.reset()
             if const_expr(not loaded):
@@ -124,6 +128,8 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
                             for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                                 softmax.hidden[r] = mask.hidden(words[part], r)
                             softmax.rescale_O(acc_O, softmax.online_softmax(acc_S))
+                            if const_expr(block_sums is not None):
+                                block_sums.write(acc_S, words[part], softmax)
                             utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), add_v.A)
                             add_v(acc=acc_O, B_idx=(Int32(part), state.index))
                             wait(spec.use_mma_sync, 0)

@@ -111,6 +111,14 @@ def words(lists: Any, list_parts: int) -> int:
     return lists.mask_block_bits.shape[-1]
 
 
+def block_sums(q: torch.Tensor, heads: int, blocks: int) -> torch.Tensor:
+    """An empty tensor for what `fwd_sm90.block_sums` writes; blocks: that a token lists at most, 64 keys of them."""
+    rows, group = q.shape[:-2].numel(), q.shape[-2] // heads
+    sums = torch.empty(rows, heads, blocks * group, dtype=torch.float32, device=q.device)
+    sums.__leading_dim__, sums.__assumed_align__ = 2, 4
+    return sums
+
+
 def check_pages(page_size: int) -> None:
     """Raise NotImplementedError where a block of a list with bits may lie on two pages of so many keys."""
     if page_size % BIT_KEYS:

@@ -14,6 +14,7 @@ from kernel_cases import faked, starts
 
 from nsa_layer import NSAConfig, reference
 from nsa_layer.call import Call
+from nsa_layer.config import BRANCHES
 from nsa_layer.eager.pooling import mean_pool
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs
@@ -270,10 +271,15 @@ def test_registers_are_there_to_take() -> None:
     assert loads <= 128 <= min(multiply, lists) and 2 * multiply + lists + loads <= 4 * 128
 
 
-LAYERS = {  # of an index, or with fewer branches; their numbers: `test_cute`
-    "batch": changed(INDEX, B=1, T=1500, Hkv=8, G=4, D=64, block_counts=5),
-    "packed": changed(INDEX, lengths=(700, 0, 1, 64, 900), Hkv=2, G=4, D=64, block_size=16, index_dim=64),
-    "a gate": changed(INDEX, B=1, T=1500, Hkv=2, G=4, D=64, block_counts=5, gate="weight"),
+LAYERS = {  # of an index, or with fewer branches; their numbers: `test_cute`, `test_index_loss`
+    "batch": changed(INDEX, index_loss=True, B=1, T=1500, Hkv=8, G=4, D=64, block_counts=5),
+    "packed": changed(
+        INDEX, index_loss=True, lengths=(700, 0, 1, 64, 900), Hkv=2, G=4, D=64, block_size=16, index_dim=64
+    ),
+    "a gate": changed(INDEX, index_loss=True, B=1, T=1500, Hkv=2, G=4, D=64, block_counts=5, gate="weight"),
+    "groups of heads": changed(
+        INDEX, index_loss=True, T=300, Hkv=3, D=64, one_key=True, gate="given", branches=BRANCHES
+    ),
     "no compressed key": Case(T=40, D=64, config=NSAConfig(branches=("compressed",)), dtype=torch.bfloat16),
     "window": Case(
         T=300, D=64, config=NSAConfig(branches=("window",)), own_keys=("k_win", "v_win"), dtype=torch.bfloat16
@@ -284,27 +290,27 @@ LAYERS = {  # of an index, or with fewer branches; their numbers: `test_cute`
 def traced_layer(name: str) -> list[tuple[int, ...]]:
     """In a worker: shapes of the output and the gradients that the kernels give."""
     from flash_attn.cute.runtime.kernel_cache import at_first_miss
-    from nsa_layer.cute.memory_plan import MemoryPlan
+    from nsa_layer.cute.memory_plan import MemoryPlan, split_heads
     from nsa_layer.cute.pages import backward, forward
     from nsa_layer.saved_shapes import saved_shapes
     from nsa_layer.warm_up.lookup import OnMeta
 
     inputs, case = faked(lambda: make_inputs(LAYERS[name])), LAYERS[name]
     call = Call(**inputs.tensors(), cu_seqlens=inputs.cu_seqlens, spec=case.spec)
-    plan = MemoryPlan(((0, case.Hkv),), (False,) * 3)
+    plan = MemoryPlan(split_heads(case.Hkv, 2), (False,) * 3)
     with at_first_miss(lambda: None), OnMeta():
         o, saved = forward(call, plan=plan)
         for x, expected in zip(saved, saved_shapes(call, kept=plan.kept)):
-            assert (x is None) == (expected is None) and (x is None or x.dtype == expected[1])
-        grads = backward(call, saved, torch.empty_like(o), o=o, plan=plan)
+            assert (x is None) == (expected is None) and (x is None or (x.shape, x.dtype) == expected)
+        grads = backward(call, saved, torch.empty_like(o), o=o, plan=plan, d_sums=saved.index_sums)
     return [tuple(x.shape) for x in (o, *grads) if x is not None]
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_layer_is_traced(name: str, compiler: Worker) -> None:
-    """With nothing saved of a branch that is not there, and gradients of all but the index."""
+    """With nothing saved of a branch that is not there, and gradients of all inputs."""
     inputs = make_inputs(LAYERS[name])
-    shapes = [x.shape for of, x in inputs.tensors().items() if "index" not in of]
+    shapes = [x.shape for x in inputs.tensors().values()]
     assert compiler.trace(traced_layer, name) == [tuple(shape) for shape in (inputs.q.shape, *shapes)]
 
 

@@ -1,0 +1,68 @@
+"""Log-sum-exps of each block that a token lists, written by forward over unions of tokens' lists (`lists.query_bits`).
+
+A call asks for them with ``aux_tensors=[sums]`` and without a mask_mod: fp32 [tokens of all sequences, key/value heads,
+blocks * query heads of a group], contiguous. A row writes those of its own blocks, of 64 keys or of the parts that an
+entry has bits for, in the order of its list and in base 2: log2 of the sum of exp2(score * log2(e)). With the row's
+log-sum-exp they are the block's share of the probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from quack import layout_utils
+
+from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
+from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """What a warpgroup writes of a tile.
+
+    written: int32 [rows of a thread], blocks so far.
+    """
+
+    sums: cute.Tensor
+    mask: KeyMask
+    written: cute.Tensor
+
+    @staticmethod
+    def of(mask: KeyMask) -> Optional[BlockSums]:
+        """At the begin of a tile; None if the call does not ask."""
+        if mask.aux_data.tensors is None or mask.mask_mod is not None:
+            return None
+        written = cute.make_rmem_tensor(ROWS_OF_THREAD, Int32)
+        written.fill(0)
+        return BlockSums(mask.aux_data.tensors[0], mask, written)
+
+    @cute.jit
+    def write(self, probabilities: cute.Tensor, words: tuple[Int32, ...], softmax: UnionSoftmax) -> None:
+        """Of the entry with these words, whose probabilities `softmax` has just made."""
+        mask = self.mask
+        if softmax.any_row([softmax.hidden[r] == 0.0 for r in range(ROWS_OF_THREAD)]):
+            P, parts = layout_utils.reshape_acc_to_mn(probabilities), mask.parts(words)
+            count = cute.size(P, mode=[1]) // len(parts)
+            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                place = mask.place(r)
+                token = mask.row(r) + (
+                    mask.seqlen.offset_q if mask.seqlen.has_cu_seqlens_q else mask.batch * mask.seqlen.seqlen_q
+                )
+                for i in cutlass.range_constexpr(len(parts)):
+                    total = _tree_sum([P[r, i * count + c] for c in range(count)])
+                    total = cute.arch.warp_reduction_sum(total, threads_in_group=4)
+                    if mask.has_bit(parts[i], r):
+                        if mask.thread % 4 == 0:
+                            column = self.written[r] * mask.packed + place % mask.packed
+                            self.sums[token, mask.head, column] = cute.math.log2(total, fastmath=True) + softmax.top(r)
+                        self.written[r] += 1
+
+
+def _tree_sum(terms: list[Float32]) -> Float32:
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2])]
+    return terms[0]

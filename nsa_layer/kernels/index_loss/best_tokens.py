@@ -1,0 +1,137 @@
+"""The token of each listed block with the largest index score, the first of several.
+
+A warp has up to 32 tokens of a tile of 128 rows, goes through the tile's union of lists, and multiplies by mma.sync
+what any of its tokens lists. Operands go from memory to registers: a lane holds neighbouring numbers of a row, a
+quarter of it, since the order of a product's terms is free as long as it is that of both operands.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp
+
+from flash_attn.cute.lists.rows import sequence_at
+from nsa_layer.kernels.union_lists.sizes import tokens_of_tile, words_of_entry
+from nsa_layer.support import UNION_BLOCK, UNION_ROWS
+
+WARP, WARPS = 32, 4  # threads, and warps of a CTA
+SIDE = 8  # keys of a product, and half of its tokens
+
+
+class BestTokens:
+    """Unions of lists -> best tokens.
+
+    Args:
+        n: blocks of a list.
+        G: query heads that share a list.
+    """
+
+    def __init__(self, D: int, n: int, G: int, block_size: int) -> None:
+        self.D, self.G, self.block_size = D, G, block_size
+        tokens, words = tokens_of_tile(G), words_of_entry(G, block_size)
+        self.halves = 4 if tokens > 2 * SIDE else 2  # a warp's tokens, 8 at a time
+        self.warps = -(-tokens // (self.halves * SIDE))  # of a tile
+        self.shares = max(1, UNION_BLOCK // block_size)  # blocks of an entry
+        self.words_of_block = words // self.shares
+        unions = "B H M", "B H M R", f"B H M R {words}"
+        self.shapes = "B T H D", "B S Hk D", *unions, f"B T H {n}", "starts", "starts", "sequences", "starts"
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """q_index, k_index; counts, blocks and bits of unions; best tokens, filled with -1; starts of packed queries
+        and keys, positions of first queries, starts of tiles; stream. Packed tensors have a batch of one."""
+        tensors, stream = arguments[:-1], arguments[-1]
+        B, H, M = tensors[2].shape
+        grid = [cute.ceil_div(B * H * M * self.warps, WARPS), 1, 1]
+        self.kernel(tensors).launch(grid=grid, block=[WARP * WARPS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: tuple):
+        q, k, counts, blocks, bits, best, cu, cu_keys, q_offset, cu_tiles = tensors
+        B, H, M = counts.shape
+        job = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        part, tile = job % self.warps, job // self.warps
+        m, head, batch = tile % M, tile // M % H, tile // M // H
+        if batch < B:
+            place, sequence, row, first_key, keys = m, batch, Int32(0), Int32(0), Int32(k.shape[1])
+            if const_expr(cu is not None):
+                sequence = sequence_at(cu_tiles, m)
+                place, row, first_key = m - cu_tiles[sequence], cu[sequence], cu_keys[sequence]
+                keys = cu_keys[sequence + 1] - first_key
+            position = place * UNION_ROWS // self.G + part * (self.halves * SIDE)
+            row += position
+            if const_expr(q_offset is not None):
+                position += q_offset[sequence]
+            of_keys = cute.domain_offset((first_key, 0), k[batch, None, head % k.shape[2], None])
+            of_head = q[batch, None, head, None], of_keys, best[batch, None, head, None]
+            union = counts[batch, head, m], blocks[batch, head, m, None], bits[batch, head, m, None, None]
+            self.visit(of_head, union, row, position, keys, part)
+
+    @cute.jit
+    def visit(self, of_head: tuple, union: tuple, row: Int32, position: Int32, keys: Int32, part: Int32):
+        """All entries of a union, for a warp's tokens; row and position: of the first of them; part: its number in the
+        tile."""
+        (q, k, best), (count, blocks, bits) = of_head, union
+        halves, steps, each = self.halves, self.D // 16, self.D // 4
+        g, x = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+        mma = cute.make_tiled_mma(warp.MmaF16BF16Op(q.element_type, Float32, (16, 8, 16)))
+        a = cute.make_rmem_tensor(((2, 2, 2), halves // 2, steps), q.element_type)
+        b = cute.make_rmem_tensor(((2, 2), 1, steps), q.element_type)
+        acc = cute.make_rmem_tensor(((2, 2), halves // 2, 1), Float32)
+        loaded = cute.make_rmem_tensor((each,), q.element_type)
+        for half in cutlass.range_constexpr(halves):
+            at = cutlass.min(row + half * SIDE + g, q.shape[0] - 1)
+            cute.autovec_copy(cute.local_tile(q[at, None], (each,), (x,)), loaded)
+            for i in cutlass.range_constexpr(each):
+                a[(i % 2, half % 2, i // 2 % 2), half // 2, i // 4] = loaded[i]
+        listed, current, tokens = (cute.make_rmem_tensor((halves,), Int32) for _ in range(3))
+        tops, scores = (cute.make_rmem_tensor((halves,), Float32) for _ in range(2))
+        listed.fill(0)
+        current.fill(-1)
+        for entry in cutlass.range(count, unroll=1):
+            first = blocks[entry] * UNION_BLOCK
+            for share in cutlass.range_constexpr(self.shares):
+                word = bits[entry, share * self.words_of_block + part]
+                if word != 0:
+                    scores.fill(-Float32.inf)
+                    tokens.fill(0)
+                    for i in cutlass.range_constexpr(UNION_BLOCK // self.shares // SIDE):
+                        column = share * (UNION_BLOCK // self.shares) + i * SIDE
+                        at = cutlass.min(first + column + g, keys - 1)
+                        cute.autovec_copy(cute.local_tile(k[at, None], (each,), (x,)), loaded)
+                        for e in cutlass.range_constexpr(each):
+                            b[(e % 2, e // 2 % 2), 0, e // 4] = loaded[e]
+                        acc.fill(0.0)
+                        for step in cutlass.range_constexpr(steps):
+                            cute.gemm(mma, acc, a[None, None, step], b[None, None, step], acc)
+                        for half in cutlass.range_constexpr(halves):
+                            # The token's place among the lane's columns of the entry.
+                            own = position + half * SIDE + g - first - 2 * x
+                            for c in cutlass.range_constexpr(2):
+                                score = acc[(c, half % 2), half // 2, 0]
+                                better = (score > scores[half]) & (column + c <= own)
+                                scores[half] = cutlass.select_(better, score, scores[half])
+                                tokens[half] = cutlass.select_(better, column + c, tokens[half])
+                    block = (
+                        (first // UNION_BLOCK * self.shares + share) * UNION_BLOCK // max(UNION_BLOCK, self.block_size)
+                    )
+                    for half in cutlass.range_constexpr(halves):
+                        score, token = of_quad(scores[half], first + tokens[half] + 2 * x)
+                        if (word >> (half * SIDE + g)) & 1 == 1:
+                            is_new = block != current[half]
+                            if is_new:
+                                listed[half] += 1
+                                current[half] = block
+                            if is_new | (score > tops[half]):
+                                tops[half] = score
+                                if x == 0:
+                                    best[row + half * SIDE + g, listed[half] - 1] = token
+
+
+def of_quad(score: Float32, token: Int32) -> tuple[Float32, Int32]:
+    """The largest score of a quad's lanes, and its token, the first of several."""
+    for mask in (1, 2):
+        other, of_other = (cute.arch.shuffle_sync_bfly(value, mask) for value in (score, token))
+        better = (other > score) | ((other == score) & (of_other < token))
+        score, token = cutlass.select_(better, other, score), cutlass.select_(better, of_other, token)
+    return score, token
