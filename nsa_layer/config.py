@@ -183,7 +183,7 @@ class NSAConfig:
 
     def num_tiles(self, T: int, sequences: int = 1) -> int:
         """Query tiles of T tokens; the most of this many packed sequences with T tokens in all."""
-        return -(-T // self.q_tile) + (sequences - 1) * (self.q_tile > 1)
+        return -(-T // self.q_tile) + (sequences - 1 if self.q_tile > 1 else 0)
 
     def list_width(self, T: int) -> int:
         """Width of the lists of T tokens: ``block_counts``, at most all blocks."""

@@ -161,8 +161,8 @@ OF_INDEX = dict(gate="none", compress_weights=False, config=by_index())
 OPTIONS += [
     OF_INDEX | dict(T=1500, Hq=32, Hkv=8, index_dim=32),
     OF_INDEX | dict(T=1025, Hq=64, Hkv=4, index_dim=16, one_key=True),
-    OF_INDEX | dict(lengths=PACK, config=by_index(block_size=16, init_blocks=0, local_blocks=0), index_dim=64),
-    OF_INDEX | dict(T=9000, config=by_index(block_counts=128), index_dim=32),
+    OF_INDEX | dict(Hq=8, lengths=PACK, config=by_index(block_size=16, init_blocks=0, local_blocks=0), index_dim=64),
+    OF_INDEX | dict(T=4500, config=by_index(block_size=32, block_counts=128), index_dim=32),
     OF_INDEX | dict(Hq=8, index_dim=32, gate="weight"),
     OF_INDEX | dict(lengths=PACK, index_dim=16, gate="given", one_key=True),
     OF_INDEX | dict(Hkv=4, config=by_index(branches=BRANCHES[1:]), index_dim=32, gate="weight"),
