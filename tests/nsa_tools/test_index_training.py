@@ -14,12 +14,13 @@ from nsa_tools.index_training import coverage, index_alone, index_parameters, li
 
 BY_INDEX = NSAConfig(rule="index", branches=("selected",), block_size=8, block_counts=6, init_blocks=1, local_blocks=2)
 T = 96
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+SIZES["num_key_value_heads"] = 2
 
 
 def small_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    dense = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, initializer_range=0.3))
+    dense = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.3))
     return convert_to_nsa(dense, BY_INDEX, index_dim=4)
 
 
@@ -56,6 +57,20 @@ def test_with_a_weight_everything_trains() -> None:
     before = {name: x.clone() for name, x in model.named_parameters()}
     train_index(model, batch_of, steps=2, weight=0.1)
     assert not [name for name, x in model.named_parameters() if torch.equal(x, before[name])]
+
+
+def test_steps_that_round_to_nothing_in_half_precision_add_up() -> None:
+    model = small_model().bfloat16()
+    before = [x.clone() for x in index_parameters(model)]
+    train_index(model, lambda step: batch_of(0), steps=40, learning_rate=1e-4)
+    changed = [(x != y)[y.abs() > 0.1] for x, y in zip(index_parameters(model), before, strict=True)]
+    assert torch.cat(changed).float().mean() > 0.2  # each step is below half a unit in the last place
+
+
+def test_a_dense_model_trains_alike() -> None:
+    dense = LlamaForCausalLM(LlamaConfig(**SIZES))
+    losses = train_index(dense, lambda step: batch_of(0), steps=10, learning_rate=3e-3, weight=0)
+    assert losses[-1] < losses[0] - 0.1
 
 
 def test_a_run_goes_on(tmp_path: Path) -> None:
