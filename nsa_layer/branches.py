@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -179,7 +180,24 @@ def index_loss(model: nn.Module) -> torch.Tensor:
         ValueError: no layer has an index.
         RuntimeError: as ``index_loss`` of a layer.
     """
-    losses = [part.index_loss for part in model.modules() if isinstance(part, Branches) and part.q_index is not None]
-    if not losses:
+    parts = [part for part in model.modules() if isinstance(part, Branches) and part.q_index is not None]
+    if not parts:
         raise ValueError(f"index_loss needs a model with layers of rule='index', got {type(model).__name__} without")
+    losses, sharded = [part.index_loss for part in parts], _sharded_by_fsdp(model)
+    for part, loss in zip(parts, losses):
+        if part in sharded and loss.requires_grad and torch.is_grad_enabled():
+            loss.register_hook(sharded[part]._get_fsdp_state()._pre_backward)
     return sum(loss.to(losses[0].device) for loss in losses)
+
+
+def _sharded_by_fsdp(model: nn.Module) -> dict[nn.Module, Any]:
+    """The innermost module that FSDP2 has sharded around each part of a model; in graphs none.
+
+    FSDP2 gathers parameters, and reduces their gradients, where a backward reaches an output of such a module. That of
+    a loss which is no output, of an index that trains alone, does not.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or torch.compiler.is_compiling():
+        return {}
+    outer = (each for each in model.modules() if isinstance(each, fsdp.FSDPModule))
+    return {part: each for each in outer for part in each.modules()}

@@ -28,7 +28,7 @@ def own_ranks(tmp_path: Path, kind: str) -> Iterator[OnRanks]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-@pytest.mark.parametrize("rule", ["nsa", "index"])
+@pytest.mark.parametrize("rule", ["nsa", "index", "index alone"])
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @by_ranks(fixture="own_ranks")
 def test_gradients_of_two_processes_are_those_of_one(group: Any, way: str, rule: str, kind: str) -> None:
@@ -38,18 +38,22 @@ def test_gradients_of_two_processes_are_those_of_one(group: Any, way: str, rule:
     dim, T = (256, 600) if on_gpu else (32, 60)
     config = NSAConfig(block_counts=6) if on_gpu else NSAConfig(block_size=8, block_counts=5, q_tile=1, window_size=8)
     options = dict(compression="mlp", gate="input", config=config)
-    if rule == "index":
+    if rule != "nsa":
         options = dict(config=config.replace(rule="index", branches=("selected",)), index_dim=16 if on_gpu else 4)
 
     def layer() -> NSAttention:
         torch.manual_seed(0)
         with torch.device(kind):
-            return NSAttention(dim, num_heads=4, num_kv_heads=2, **options)
+            made = NSAttention(dim, num_heads=4, num_kv_heads=2, **options)
+        for name, x in made.named_parameters():
+            x.requires_grad_(rule != "index alone" or "_index" in name)
+        return made
 
     def step(layer: torch.nn.Module, x: torch.Tensor, share: float = 1.0) -> None:
         with torch.autocast(kind, torch.bfloat16, enabled=on_gpu):
             o = layer(x)
-        loss = o.float().square().mean() + (index_loss(layer) if rule == "index" else 0)
+        assert o.requires_grad == (rule != "index alone")
+        loss = o.float().square().mean() * o.requires_grad + (0 if rule == "nsa" else index_loss(layer))
         (share * loss).backward()
 
     alone, both = layer(), layer()
@@ -63,6 +67,9 @@ def test_gradients_of_two_processes_are_those_of_one(group: Any, way: str, rule:
             step(alone, part, 1 / len(x))
         step(both, x[rank : rank + 1])
     for whole, parameter in zip(alone.parameters(), both.parameters(), strict=True):
+        assert (whole.grad is None) == (parameter.grad is None) == (not whole.requires_grad)
+        if whole.grad is None:
+            continue
         d = parameter.grad.full_tensor() if way == "fsdp" else parameter.grad
         if on_gpu:  # gradients of weights are rounded to bf16 before they are added up
             assert (d - whole.grad).norm() <= 2**-7 * whole.grad.norm(), (d - whole.grad).norm() / whole.grad.norm()
