@@ -236,7 +236,9 @@ def dense_mass(
     k = k.float().transpose(1, 2)[:, :, None]
     for start in range(first, T, ROWS):
         at = torch.arange(start, min(start + ROWS, T), device=q.device)
-        scores = q[:, at].float().transpose(1, 2).unflatten(1, (Hkv, -1)) @ k.transpose(-1, -2) * softmax_scale
-        probability = scores.masked_fill(torch.arange(T, device=q.device) > at[:, None], -torch.inf).softmax(-1).mean(2)
-        padded = nn.functional.pad(probability, (0, -T % block_size))
+        seen = k[..., : start + len(at), :].transpose(-1, -2)
+        scores = q[:, at].float().transpose(1, 2).unflatten(1, (Hkv, -1)) @ seen * softmax_scale
+        later = torch.arange(seen.shape[-1], device=q.device) > at[:, None]
+        probability = scores.masked_fill_(later, -torch.inf).softmax(-1).mean(2)
+        padded = nn.functional.pad(probability, (0, -T % block_size + T - seen.shape[-1]))
         yield at, padded.unflatten(-1, (-1, block_size)).sum(-1)
