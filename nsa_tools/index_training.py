@@ -8,6 +8,7 @@ the chosen blocks have of dense attention's probability.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from nsa_layer.call import Call, Saved
 from nsa_layer.operators.layer import INPUTS, OP, static_spec
 from nsa_layer.reference import SelectionScores, forced_blocks, select_blocks
 from nsa_tools.demo.checkpoint import load_checkpoint, save_checkpoint
-from nsa_tools.demo.train import StopRequest
+from nsa_tools.demo.stop_request import StopRequest
 
 Tensor = torch.Tensor
 ROWS = 512  # queries whose dense probabilities are in memory at a time
@@ -98,6 +99,7 @@ def train_index(
     weight: float | None = None,
     checkpoint: Path | None = None,
     save_every: int = 50,
+    seconds: float = math.inf,
 ) -> list[float]:
     """Train a model's index, and with ``weight`` the whole model; AdamW without decay, gradients of norm 1 at most.
 
@@ -112,6 +114,7 @@ def train_index(
         weight: None: the index alone; a number: loss + weight * index loss, by which everything trains; 0: the loss
             without that of an index, which the model needs not have.
         checkpoint: a file that is written every ``save_every`` steps and at the end, and gone on from where it exists.
+        seconds: after which no further step begins.
 
     Returns:
         The index' loss of each step taken, summed over layers (with weight 0 the model's). SIGINT ends the training
@@ -121,7 +124,7 @@ def train_index(
         ValueError: the model has no index, and weight is not 0.
         FloatingPointError: a loss is not finite.
     """
-    losses: list[float] = []
+    losses, deadline = [], time.monotonic() + seconds
     with ExitStack() as stack:
         if weight is None:
             parameters = stack.enter_context(index_alone(model))
@@ -139,7 +142,7 @@ def train_index(
         stop = stack.enter_context(StopRequest())
         bar = stack.enter_context(tqdm(total=steps, initial=step, unit="step"))
         rise = max(1, round(warm_up * steps))
-        while step < steps and stop.signal is None:
+        while step < steps and time.monotonic() < deadline and stop.signal is None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
             ids = batch_of(step)
@@ -159,8 +162,10 @@ def train_index(
             step += 1
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
-            if checkpoint is not None and (step % save_every == 0 or step == steps or stop.signal is not None):
+            if checkpoint is not None and step % save_every == 0:
                 save_checkpoint(checkpoint, step=step, **state)
+        if checkpoint is not None and losses and step % save_every:
+            save_checkpoint(checkpoint, step=step, **state)
     return losses
 
 

@@ -127,15 +127,14 @@ def build_models(config: DemoConfig) -> dict[str, ByteModel]:
 
 @torch.no_grad()
 def with_blocks_chosen(dense: ByteModel, config: DemoConfig, kind: str) -> ByteModel:
-    """The dense model's weights, frozen, with attention to the blocks of `CHOSEN`; an index starts from them."""
-    model = ByteModel(config, kind).to(dense.head.weight.device).requires_grad_(False)
+    """The dense model's weights with attention to the blocks of `CHOSEN`; an index starts from them."""
+    model = ByteModel(config, kind).to(dense.head.weight.device)
     model.load_state_dict(dense.state_dict(), strict=False)
     for attention in (block.attention for block in model.blocks):
         if kind == "by nsa":  # 1 for the selected branch, 0 for the others
             attention.gate_mlp.bias.copy_(attention.gate_mlp.bias.new_tensor([-99.0, 99.0, -99.0]).repeat(config.heads))
         else:
             attention.start_index(attention)
-            attention.q_index.requires_grad_(), attention.k_index.requires_grad_()
     return model
 
 

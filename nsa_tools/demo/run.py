@@ -17,7 +17,8 @@ from nsa_tools.demo.data import Text, load_text
 from nsa_tools.demo.demo_config import DemoConfig, DemoError
 from nsa_tools.demo.model import ByteModel, build_models
 from nsa_tools.demo.report import write_loss, write_report
-from nsa_tools.demo.train import StopRequest, Training, build_optimizers, side_by_side, train_index
+from nsa_tools.demo.stop_request import StopRequest
+from nsa_tools.demo.train import Training, build_optimizers, side_by_side, train_index
 from nsa_tools.report.files import MetricsLog, write_json
 
 
@@ -63,8 +64,7 @@ def run_demo(config: DemoConfig, out: Path, *, resume: bool = False, started: fl
         if reached < config.steps:
             print(f"the time budget of {config.minutes:g} minutes ended training at {how}", file=sys.stderr)
         if config.index_steps:
-            with StopRequest() as stop:
-                train_index(models["dense"], reached, text, config, each, log, stop)
+            train_index(models["dense"], reached, text, config, each, log)
         print("writing the report", file=sys.stderr)
         print(write_report(out, models, each, text, log, config))
     return 0

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,43 +14,18 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from nsa_layer.branches import index_loss
+from nsa_tools import index_training
 from nsa_tools.demo.checkpoint import save_checkpoint
 from nsa_tools.demo.data import Text, held_out_windows, training_batch
 from nsa_tools.demo.demo_config import DemoConfig
 from nsa_tools.demo.model import CHOSEN, ByteModel, with_blocks_chosen
+from nsa_tools.demo.stop_request import StopRequest
 from nsa_tools.report.files import MetricsLog
 
 MAX_GRADIENT_NORM = 1.0
-INDEX_RATE, INDEX_SECONDS = 1e-3, 40.0
+INDEX_SECONDS = 40.0
 Item, Result = TypeVar("Item"), TypeVar("Result")
 Map = Callable[[Callable[[Item], Result], Iterable[Item]], list[Result]]
-
-
-class StopRequest:
-    """While entered, SIGINT and SIGTERM set ``signal`` instead of ending the program; a second one ends it at once.
-
-    Outside the main thread, where Python allows no signal handlers, it does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: object) -> None:
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
 
 
 @contextmanager
@@ -177,29 +149,22 @@ def held_out_loss(model: ByteModel, text: Text, config: DemoConfig) -> float:
     return math.fsum(losses) / len(losses)
 
 
-def train_index(
-    dense: ByteModel, step: int, text: Text, config: DemoConfig, each: Map, log: MetricsLog, stop: StopRequest
-) -> None:
+def train_index(dense: ByteModel, step: int, text: Text, config: DemoConfig, each: Map, log: MetricsLog) -> None:
     """Log held-out losses of the dense model with attention to blocks of `CHOSEN`: an index as it starts, and trained.
 
     The index alone is trained, by its own loss, on the sequences of the steps that follow ``step``, which is what its
     records are of: a run that goes on drops them.
     """
-    begin, models = time.monotonic(), {kind: with_blocks_chosen(dense, config, kind) for kind in CHOSEN}
+    models = {kind: with_blocks_chosen(dense, config, kind) for kind in CHOSEN}
     for kind, loss in zip(CHOSEN, each(lambda kind: held_out_loss(models[kind], text, config), CHOSEN)):
         log.write(kind="chosen", model=kind, step=step + 1, index_steps=0, loss=loss)
-    model, order, done = models["by index"], dict(batch=config.batch, seqlen=config.seqlen, seed=config.seed), 0
-    optimizer = torch.optim.Adam([x for x in model.parameters() if x.requires_grad], lr=INDEX_RATE)
-    model.train()
-    with tqdm(total=config.index_steps, unit="step", desc="index", dynamic_ncols=True) as bar:
-        while done < config.index_steps and time.monotonic() < begin + INDEX_SECONDS and stop.signal is None:
-            model(training_batch(text, step=step + done, **order)[:, :-1].to(config.device))
-            loss = index_loss(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            done += 1
-            bar.update()
-            log.write(kind="index", model="by index", step=step + done, loss=loss.item())
-    loss = held_out_loss(model, text, config)
+    model, order = models["by index"], dict(batch=config.batch, seqlen=config.seqlen, seed=config.seed)
+
+    def batch_of(done: int) -> torch.Tensor:
+        return training_batch(text, step=step + done, **order)[:, :-1].to(config.device)
+
+    losses = index_training.train_index(model, batch_of, steps=config.index_steps, seconds=INDEX_SECONDS)
+    for done, loss in enumerate(losses, 1):
+        log.write(kind="index", model="by index", step=step + done, loss=loss)
+    loss, done = held_out_loss(model, text, config), len(losses)
     log.write(kind="chosen", model="by index", step=step + max(1, done), index_steps=done, loss=loss)

@@ -23,7 +23,7 @@ from nsa_tools.demo import report, run, train, visibility
 from nsa_tools.demo.data import training_batch
 from nsa_tools.demo.demo_config import DemoConfig
 from nsa_tools.demo.model import CHOSEN, build_models, with_blocks_chosen
-from nsa_tools.demo.train import StopRequest
+from nsa_tools.demo.stop_request import StopRequest
 from nsa_tools.report.files import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
@@ -142,15 +142,13 @@ def test_both_models_start_from_the_same_parameters(text: Path) -> None:
 
 @pytest.mark.parametrize("kind", CHOSEN)
 def test_attention_to_all_blocks_is_that_of_the_dense_model(kind: str, text: Path) -> None:
-    """And where the blocks are few, an index alone is trained, which starts as the model's keys."""
+    """And an index starts as the model's keys."""
     for blocks in (6, 3):
         sizes = config(text, block_counts=blocks, q_tile=8)
         dense, tokens = build_models(sizes)["dense"], torch.randint(256, (2, 48))
         model = with_blocks_chosen(dense, sizes, kind)
         assert torch.allclose(model(tokens), dense(tokens), atol=1e-5) == (blocks == 6)
-        trained = {name.split(".")[-2] for name, x in model.named_parameters() if x.requires_grad}
-        assert trained == ({"q_index", "k_index"} if kind == "by index" else set())
-    if trained:
+    if kind == "by index":
         attention = model.blocks[1].attention
         assert torch.equal(attention.k_index.weight, attention.k_proj.weight)
 
