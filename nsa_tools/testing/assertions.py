@@ -14,8 +14,9 @@ from functools import cache, partial
 import torch
 
 from nsa_layer import reference
-from nsa_layer.call import Call, accumulation_dtype
+from nsa_layer.call import accumulation_dtype
 from nsa_tools.testing.cases import LSES, Backend, Case, Inputs, Result, make_inputs, run
+from nsa_tools.testing.row_oracle import choice_scores
 
 
 def assert_close_to_reference(
@@ -57,78 +58,25 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor, *, exact: bo
 
     Scores are fp64; "within rounding" is that of the accumulation dtype of the case. exact: no other block at all.
     """
-    case, double = inputs.case, inputs.to(torch.float64)
-    config, packed = case.config, case.lengths is not None
-    width = config.list_width(max(case.lengths) if packed else case.T)
+    case, config = inputs.case, inputs.case.config
+    width = config.list_width(case.T if case.lengths is None else max(case.lengths))
     assert block_indices.dtype == torch.int32 and block_indices.shape[-1] == width, (
         f"block_indices must be int32 with {width} entries a list, got {block_indices.dtype} "
         f"{tuple(block_indices.shape)}\n{case!r}"
     )
-    given_keys = double.compressed_keys()
-    for number, (q, k, tiles) in enumerate(double.sequences()):
-        if len(q) == 0:
-            continue
-        k_cmp = given_keys[number]
-        rounds_keys = config.by_token and k_cmp is None
-        if k_cmp is None:
-            k_cmp = reference.compress(k, double.compress_k_weight, config=config)
-        if config.by_token:
-            k_cmp = k_cmp.to(case.dtype).to(k.dtype)
-        scale = case.spec.softmax_scale
-        if case.index_dim:
-            _assert_index_choice(double, number, block_indices[tiles] if packed else block_indices[number], exact)
-            continue
-        scores = reference.selection_scores(q, k_cmp, config=config, causal=case.causal, softmax_scale=scale)
-        own = reference.select_blocks(scores, config=config, width=width)
-        given = block_indices[tiles] if packed else block_indices[number]
-        assert given.shape == own.shape, f"block_indices of sequence {number}: {given.shape}, {own.shape}\n{case!r}"
-        # How far rounding may move a dot product.
-        asking = q if config.by_token else reference.tile_query(q, config=config, causal=case.causal)
-        eps = torch.finfo(accumulation_dtype(case.dtype)).eps
-        error = rounding_of_scores(asking, k_cmp, scale, eps)
-        if rounds_keys:
-            error += rounding_of_keys(asking, k_cmp, scale, case.dtype)
-        if exact:
-            allowed = torch.full_like(scores.values, -1)  # which not even a tie is within
-        elif config.rule == "seed":
-            allowed = torch.full_like(scores.values, 2 * error)
-        else:  # it moves by a part of itself: by its logits' errors, and rounding of its own
-            allowed = (2 * error + 8 * eps) * scores.values + torch.finfo(torch.float32).tiny
-        assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
-
-
-def _assert_index_choice(double: Inputs, number: int, given: torch.Tensor, exact: bool) -> None:
-    """`assert_same_choice` for a sequence's choice by an index."""
-    case, [*calls] = double.case, Call(**double.tensors(), spec=double.case.spec).sequences()
-    q, k, config = calls[number].q_index, calls[number].k_index, case.config
-    scores = reference.index_selection(q, k, config=config, softmax_scale=case.spec.index_scale)
-    own = reference.select_blocks(scores, config=config, width=given.shape[-1])
-    eps = torch.finfo(accumulation_dtype(case.dtype)).eps
-    error = -1.0 if exact else 2 * rounding_of_scores(q, k, case.spec.index_scale, eps)
-    allowed = torch.full_like(scores.values, error)
-    assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
-
-
-def rounding_of_scores(asking: torch.Tensor, k_cmp: torch.Tensor, scale: float, eps: float) -> float:
-    """The error that rounding of its terms and sums may make in a score of queries [.., D] and keys [.., D]."""
-    return 8 * eps * scale * float(asking.norm(dim=-1).max() * k_cmp.norm(dim=-1).max()) if k_cmp.numel() else 0.0
-
-
-def rounding_of_keys(asking: torch.Tensor, k_cmp: torch.Tensor, scale: float, dtype: torch.dtype) -> float:
-    """The change of a score where an element of a compressed key is rounded the other way.
-
-    Means are taken in the accumulation dtype in any order, so that one near the middle of two numbers of `dtype` may
-    become either.
-    """
-    if k_cmp.numel() == 0 or accumulation_dtype(dtype) == dtype:
-        return 0.0
-    return torch.finfo(dtype).eps * scale * float(asking.abs().max() * k_cmp.abs().max())
+    for number, call in enumerate(inputs.call(block_indices).sequences()):
+        if len(call.q):
+            scores, allowed = choice_scores(call)
+            own = reference.select_blocks(scores, config=config, width=width)
+            allowed = torch.full_like(allowed, -1) if exact else allowed  # which not even a tie is within
+            assert_sequence_choice(f"{case!r}, sequence {number}", call.block_indices, own, scores, allowed)
 
 
 def assert_sequence_choice(
     where: str, given: torch.Tensor, own: torch.Tensor, scores: reference.SelectionScores, allowed: torch.Tensor
 ) -> None:
     """Lists [M, Hs, n] are the reference's own but for blocks whose score is within `allowed` of the last one in."""
+    assert given.shape == own.shape, f"block_indices have shape {tuple(given.shape)}, not {tuple(own.shape)}: {where}"
     blocks = torch.arange(scores.values.shape[-1], device=given.device)
     listed, expected = ((x[..., None] == blocks).any(-2) for x in (given, own))
     sorted_again = torch.where(listed, blocks, len(blocks)).sort(-1).values[..., : given.shape[-1]]
@@ -162,8 +110,7 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
     wanted = {name: getattr(exact, name) for name in ("q", "k", "compress_k_weight", "k_cmp", "k_win")}
     wanted = {name: x.detach().requires_grad_() for name, x in wanted.items() if x is not None}
     exact = replace(exact, **wanted)
-    call = Call(**exact.tensors(), block_indices=block_indices, spec=case.spec)
-    branches, *_ = reference.attend_branches(call)
+    branches, *_ = reference.attend_branches(exact.call(block_indices))
     g = reference.gate_values(exact.q, exact.gate_weight, exact.gates).detach()
     generator = torch.Generator().manual_seed(case.seed)
     moved = torch.zeros((), dtype=torch.float64, device=exact.q.device)

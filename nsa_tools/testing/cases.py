@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,20 +94,9 @@ class Inputs:
         """The same values in another dtype."""
         return replace(self, **{name: x.to(dtype) for name, x in self.tensors("do").items()})
 
-    def compressed_keys(self) -> list[torch.Tensor | None]:
-        """k_cmp [Tc, Hkv, D] of each sequence; None where none is given."""
-        return [own.k_cmp for own in Call(**self.tensors(), spec=self.case.spec).sequences()]
-
-    def sequences(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
-        """q and k [T, H, D] of each sequence, and where its tiles stand in a packed choice of blocks."""
-        if self.case.lengths is None:
-            yield from ((q, k, slice(None)) for q, k in zip(self.q, self.k, strict=True))
-            return
-        tile = 0
-        for q, k in zip(self.q.split(self.case.lengths), self.k.split(self.case.lengths), strict=True):
-            end = tile + self.case.config.num_tiles(len(q))
-            yield q, k, slice(tile, end)
-            tile = end
+    def call(self, block_indices: torch.Tensor | None = None) -> Call:
+        """The call, by lists or by a choice."""
+        return Call(**self.tensors(), block_indices=block_indices, spec=self.case.spec)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 
 from nsa_layer import reference
 from nsa_layer.api import nsa
-from nsa_layer.call import Aux, accumulation_dtype
+from nsa_layer.call import LSES, Call, accumulation_dtype
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.chunked import token_slices
 from nsa_tools.shape import Shape
@@ -76,21 +77,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class _Part:
-    """One sequence of a call: the place of its tokens and of its tiles."""
+    """One sequence of a call: its number, and its tokens in a tensor of the call."""
 
+    number: int
     name: str
     T: int
-    batch: int | None
-    first: int
-    first_tile: int
-
-    def tokens(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The sequence's [.., T, ..] of a call's tensor, B or all tokens in front, as a view."""
-        return x[self.batch] if self.batch is not None else x.narrow(dim, self.first, self.T)
-
-    def lists(self, block_indices: torch.Tensor, tiles: int) -> torch.Tensor:
-        """[M, Hkv, n]"""
-        return block_indices[self.batch] if self.batch is not None else block_indices.narrow(0, self.first_tile, tiles)
+    tokens: int | slice
 
 
 def check(shape: Shape, backend: str, *, samples: Samples = Samples(), attend=nsa) -> Report:
@@ -116,10 +108,14 @@ def _verdicts(
     inputs = {name: x.detach() for name, x in inputs.items()}
     if inputs["q"].is_cuda:
         torch.cuda.empty_cache()  # the call's large blocks, for the oracle's small ones
-    sums = None if do is None else row_sums_of(attend, inputs, do, shape.config)
+    lse = torch.stack([getattr(aux, LSES[branch]) for branch in shape.config.branches], dim=-1).transpose(-3, -2)
+    calls = list(Call(**inputs, block_indices=aux.block_indices, spec=shape.spec()).sequences())
+    by_token = dict(lse=lse) if do is None else dict(lse=lse, do=do, sums=row_sums_of(attend, inputs, do, shape.config))
     for number, part in enumerate(parts):
         index = [x.to(shape.device) for x in (rows[number], keys[number])]
-        found += _judge(shape, part, inputs, do, aux, sums, got[number], *index, samples.tiles)
+        of_part = {name: x[part.tokens] for name, x in by_token.items()}
+        found.append(_judge_choice(calls[part.number], part, samples.tiles))
+        found += _judge(shape, part, calls[part.number], got[number], *index, **of_part)
     return found, peak
 
 
@@ -130,12 +126,12 @@ def _call(attend, inputs: dict, do: torch.Tensor | None, parts: list[_Part], row
         torch.cuda.reset_peak_memory_stats()
     with torch.set_grad_enabled(do is not None):
         o, aux = attend(**inputs, return_aux=True)
-    got = [{"o": part.tokens(o.detach())[index]} for part, index in zip(parts, rows)]
+    got = [{"o": o.detach()[part.tokens][index]} for part, index in zip(parts, rows)]
     if do is not None:
         grads = dict(zip(inputs, torch.autograd.grad(o, list(inputs.values()), do, allow_unused=True)))
         for name, index in (("q", rows), ("k", keys), ("v", keys)):
             for found, part, wanted in zip(got, parts, index):
-                found[f"d{name}"] = part.tokens(grads[name])[wanted]
+                found[f"d{name}"] = grads[name][part.tokens][wanted]
         if "gate_weight" in grads:
             got[0]["d_gate_weight"] = grads["gate_weight"]
     return got, aux, torch.cuda.max_memory_allocated() if cuda else None
@@ -143,13 +139,13 @@ def _call(attend, inputs: dict, do: torch.Tensor | None, parts: list[_Part], row
 
 @torch.no_grad()
 def row_sums_of(attend, inputs: dict[str, torch.Tensor], do: torch.Tensor, config: NSAConfig) -> torch.Tensor:
-    """``do . o_i`` of every row, [branches, B, T, Hq] or [branches, total, Hq], with the o_i of the backend under test.
+    """``do . o_i`` of every row, [B, T, Hq, branches] or [total, Hq, branches], with the o_i of the backend under test.
 
     One key/value head and one branch at a time, the branch that alone has a gate: no o_i is whole in memory.
     """
     q, count = inputs["q"], len(config.branches)
     Hkv, G = inputs["k"].shape[-2], q.shape[-2] // inputs["k"].shape[-2]
-    sums = torch.empty(count, *q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
+    sums = torch.empty(*q.shape[:-1], count, dtype=accumulation_dtype(q.dtype), device=q.device)
     for head in range(Hkv):
         heads = slice(head * G, (head + 1) * G)
         tensors = {name: x[..., head : head + 1, :].contiguous() for name, x in inputs.items() if name != "gate_weight"}
@@ -160,7 +156,7 @@ def row_sums_of(attend, inputs: dict[str, torch.Tensor], do: torch.Tensor, confi
             gates = torch.zeros(*q.shape[:-2], G, count, dtype=q.dtype, device=q.device)
             gates[..., i] = 1
             o_i = attend(**tensors, **dict(gates=gates) if count > 1 else {})
-            for total, do_part, o_part in token_slices(sums[i, ..., heads, None], do[..., heads, :], o_i):
+            for total, do_part, o_part in token_slices(sums[..., heads, i, None], do[..., heads, :], o_i):
                 total[..., 0] = (do_part.to(sums.dtype) * o_part).sum(-1)
     return sums
 
@@ -168,56 +164,44 @@ def row_sums_of(attend, inputs: dict[str, torch.Tensor], do: torch.Tensor, confi
 def _judge(
     shape: Shape,
     part: _Part,
-    inputs: dict,
-    do: torch.Tensor | None,
-    aux: Aux,
-    sums: torch.Tensor | None,
+    call: Call,
     got: dict[str, torch.Tensor],
     rows: torch.Tensor,
     keys: torch.Tensor,
-    tiles: int,
+    *,
+    lse: torch.Tensor,
+    do: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
 ) -> Iterator[Verdict]:
-    config, scale = shape.config, shape.D**-0.5
-    q, k, v = (part.tokens(inputs[name]) for name in ("q", "k", "v"))
-    lists = part.lists(aux.block_indices, config.num_tiles(part.T))
-    options = dict(do=None if do is None else part.tokens(do), gate_weight=inputs.get("gate_weight"))
-    options |= {name: part.tokens(inputs[name]) for name in ("q_index", "k_index") if name in inputs}
-    sequence = row_oracle.Sequence(q, k, v, lists, config, scale, **options)
-    lses = dict(compressed=aux.lse_cmp, selected=aux.lse_slc, window=aux.lse_swa)
-    lse = torch.stack([part.tokens(lses[branch], dim=-1) for branch in config.branches])
+    """Verdicts on values; lse, do, sums: of the part, [T, Hq, ..]."""
     # Nothing finer than fp64 measures its error: it is that of fp32, scaled.
     double = shape.dtype == torch.float64
-    coarse = torch.float32 if double else shape.dtype
+    coarse, eps = torch.float32 if double else shape.dtype, torch.finfo(shape.dtype).eps
     judge = partial(_verdict, part=part, inputs=shape.dtype, finer=2**-26 if double else 1.0)
-    exact, straight = (row_oracle.rows(sequence, rows, dtype=dtype) for dtype in (torch.float64, coarse))
-    yield _judge_choice(sequence, part, tiles)
+    exact, straight = (row_oracle.rows(call, do, rows, dtype=dtype) for dtype in (torch.float64, coarse))
     judge_rows = partial(judge, at=rows, sampled=f"{len(rows) * shape.Hq:,} rows")
     yield judge_rows("o", got["o"], straight.o, exact.o)
-    of_lse = lse[:, :, rows].permute(2, 0, 1), *(x.lse.movedim(1, 0) for x in (straight, exact))
-    yield judge_rows("lse", *of_lse, is_lse=True)
+    yield judge_rows("lse", lse[rows], straight.lse, exact.lse, is_lse=True)
     if do is None:
         return
-    own_sums = (sums[:, part.batch] if part.batch is not None else part.tokens(sums, dim=1)).contiguous()
-    eps = torch.finfo(shape.dtype).eps
-    of_sums = (x.movedim(1, 0) for x in (own_sums[:, rows], straight.row_sums, exact.row_sums))
-    yield judge_rows("row sums", *of_sums, noise=eps * exact.terms)
-    yield judge_rows("dq", got["dq"], straight.dq, exact.dq, noise=eps * exact.noise)
-    taken = dict(lse=lse, row_sums=own_sums)
-    exact, straight = (row_oracle.keys(sequence, keys, dtype=dtype, **taken) for dtype in (torch.float64, coarse))
+    yield judge_rows("row sums", sums[rows], straight.row_sums, exact.row_sums, noise=eps * exact.terms.amax(1))
+    yield judge_rows("dq", got["dq"], straight.dq, exact.dq, noise=eps * exact.noise.amax(1))
+    of_call = dict(lse=lse, row_sums=sums)
+    exact, straight = (row_oracle.keys(call, do, keys, **of_call, dtype=dtype) for dtype in (torch.float64, coarse))
     judge_keys = partial(judge, at=keys, sampled=f"{len(keys) * shape.Hkv:,} keys")
-    yield judge_keys("dk", got["dk"], straight.dk, exact.dk, noise=eps * exact.noise)
+    yield judge_keys("dk", got["dk"], straight.dk, exact.dk, noise=eps * exact.noise.amax(1))
     yield judge_keys("dv", got["dv"], straight.dv, exact.dv)
     if "d_gate_weight" in got and shape.B == 1 and shape.lengths is None:  # the weight's gradient is of all sequences
         weights = (x[None] for x in (got["d_gate_weight"], straight.d_gate_weight, exact.d_gate_weight))
         yield judge("d_gate_weight", *weights, at=None, sampled="all")
 
 
-def _judge_choice(sequence: row_oracle.Sequence, part: _Part, count: int) -> Verdict:
-    M, _, n = sequence.block_indices.shape
-    tiles = _sample(M, count, 1, seed=4).to(sequence.q.device)
-    scores, allowed = row_oracle.choice_scores(sequence, tiles)
-    own = reference.select_blocks(scores, config=sequence.config, width=n)
-    given, note = sequence.block_indices[tiles], ""
+def _judge_choice(call: Call, part: _Part, count: int) -> Verdict:
+    M, _, n = call.block_indices.shape
+    tiles = _sample(M, count, 1, seed=4).tolist()
+    scores, allowed = row_oracle.choice_scores(call, tiles)
+    own = reference.select_blocks(scores, config=call.config, width=n)
+    given, note = call.block_indices[tiles], ""
     try:
         assert_sequence_choice("sampled tiles", given, own, scores, allowed)
     except AssertionError as error:
@@ -260,12 +244,12 @@ def _parts(shape: Shape) -> Iterator[_Part]:
     """The sequences that are checked."""
     if shape.lengths is None:
         for b in range(min(shape.B, SEQUENCES)):
-            yield _Part(f" [{b}]" if shape.B > 1 else "", shape.T, b, 0, 0)
+            yield _Part(b, f" [{b}]" if shape.B > 1 else "", shape.T, b)
         return
-    tiles = [shape.config.num_tiles(length) for length in shape.lengths]
-    by_length = sorted(range(len(tiles)), key=lambda i: -shape.lengths[i])
+    by_length = sorted(range(len(shape.lengths)), key=lambda i: -shape.lengths[i])
+    ends = list(accumulate(shape.lengths))
     for i in sorted({*by_length[: SEQUENCES - 1], by_length[-1]}):
-        yield _Part(f" [{i}]", shape.lengths[i], None, sum(shape.lengths[:i]), sum(tiles[:i]))
+        yield _Part(i, f" [{i}]", shape.lengths[i], slice(ends[i] - shape.lengths[i], ends[i]))
 
 
 def _sample(T: int, count: int, elements: int, *, seed: int) -> torch.Tensor:

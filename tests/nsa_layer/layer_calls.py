@@ -158,3 +158,12 @@ def deterministic() -> Iterator[None]:
 def by_place(static: dict) -> list:
     """The operator's arguments that are no tensors, in order."""
     return [static[name] for name in (*STATIC_NAMES, "heads", "budget", "kept", "bound", "needs_grad")]
+
+
+def forced_blocks(own: range, blocks: int, config: NSAConfig, *, causal: bool) -> list[int]:
+    """Blocks that a tile lists in any case, the first to be listed first; own: blocks of its tokens."""
+    reach = range(own[0] - config.local_blocks + 1, own[-1] + 1) if config.local_blocks else ()
+    first = range(min(config.init_blocks, blocks))
+    before = {j for j in (*reach, *first) if 0 <= j <= own[-1]}
+    behind = [] if causal else [j for j in first if j > own[-1]]
+    return [*sorted(before, reverse=True), *behind][: config.block_counts]

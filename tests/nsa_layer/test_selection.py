@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layer_calls import forced_blocks
 
 from nsa_layer import NSAConfig
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
-from nsa_tools.testing.row_oracle import forced_blocks
 
 SMALL = NSAConfig(block_size=8, block_counts=5, q_tile=16, window_size=8)
 TOKENS = dict(q_tile=1, block_counts=4)

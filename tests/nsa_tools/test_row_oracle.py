@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
-from nsa_layer.call import Call
-from nsa_layer.config import BRANCHES
+from nsa_layer.call import LSES, Call
 from nsa_tools.testing import row_oracle
 from nsa_tools.testing.assertions import assert_sequence_choice
 from nsa_tools.testing.cases import Case, Inputs, Result, make_inputs, run
@@ -36,25 +35,22 @@ CASES = {
 }
 
 
-def sequence_of(inputs: Inputs, block_indices: torch.Tensor) -> row_oracle.Sequence:
-    """The one sequence of a batch of one."""
-    names = ("q", "k", "v", "do", *("q_index", "k_index") * (inputs.case.index_dim > 0))
-    tensors = {name: getattr(inputs, name)[0] for name in names}
-    static = dict(config=inputs.case.config, softmax_scale=inputs.case.spec.softmax_scale)
-    return row_oracle.Sequence(**tensors, block_indices=block_indices[0], gate_weight=inputs.gate_weight, **static)
+def sequence_of(inputs: Inputs, block_indices: torch.Tensor) -> tuple[Call, torch.Tensor]:
+    """The one sequence of a batch of one, and its do."""
+    (sequence,) = inputs.call(block_indices).sequences()
+    return sequence, inputs.do[0]
 
 
 def truth(case: Case) -> tuple[Inputs, Result, torch.Tensor]:
-    """The reference in fp64, and its row sums [3, T, Hq]."""
+    """The reference in fp64, and its row sums [T, Hq, branches]."""
     inputs = make_inputs(replace(case, dtype=torch.float64))
     result = run("reference", inputs)
-    branches, *_ = reference.attend_branches(Call(**inputs.tensors(), spec=case.spec))
-    return inputs, result, torch.stack([(inputs.do * o).sum(-1)[0] for o, _ in branches.values()])
+    branches, *_ = reference.attend_branches(inputs.call())
+    return inputs, result, torch.stack([(inputs.do * o).sum(-1)[0] for o, _ in branches.values()], dim=-1)
 
 
 def lses(result: Result, config: NSAConfig) -> torch.Tensor:
-    of = dict(zip(BRANCHES, (result.aux.lse_cmp, result.aux.lse_slc, result.aux.lse_swa)))
-    return torch.stack([of[branch][0] for branch in config.branches])
+    return torch.stack([getattr(result.aux, LSES[branch])[0].mT for branch in config.branches], dim=-1)
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +63,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_the_reference(case: Case) -> None:
     inputs, result, row_sums = truth(case)
     tokens = torch.randperm(case.T, generator=torch.Generator().manual_seed(1))[: max(1, case.T // 2)]
-    rows = row_oracle.rows(sequence_of(inputs, result.aux.block_indices), tokens, dtype=torch.float64)
+    rows = row_oracle.rows(*sequence_of(inputs, result.aux.block_indices), tokens, dtype=torch.float64)
     torch.testing.assert_close(rows.o, result.o[0, tokens])
     torch.testing.assert_close(rows.dq, result.grads["q"][0, tokens])
-    torch.testing.assert_close(rows.lse.mT, lses(result, case.config)[:, :, tokens])
-    torch.testing.assert_close(rows.row_sums, row_sums[:, tokens])
+    torch.testing.assert_close(rows.lse, lses(result, case.config)[tokens])
+    torch.testing.assert_close(rows.row_sums, row_sums[tokens])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -79,7 +75,7 @@ def test_keys_are_the_reference(case: Case) -> None:
     inputs, result, row_sums = truth(case)
     tokens = torch.randperm(case.T, generator=torch.Generator().manual_seed(2))[: max(1, case.T // 2)]
     sequence = sequence_of(inputs, result.aux.block_indices)
-    keys = row_oracle.keys(sequence, tokens, lse=lses(result, case.config), row_sums=row_sums, dtype=torch.float64)
+    keys = row_oracle.keys(*sequence, tokens, lse=lses(result, case.config), row_sums=row_sums, dtype=torch.float64)
     torch.testing.assert_close(keys.dk, result.grads["k"][0, tokens])
     torch.testing.assert_close(keys.dv, result.grads["v"][0, tokens])
     if case.gate == "weight":
@@ -96,9 +92,9 @@ def test_in_half_precision_it_errs_as_the_reference_does(name: str) -> None:
 
     true, straight = (run(reference.attend, given, choice) for given in (exact, inputs))
     tokens, sequence = torch.arange(case.T), sequence_of(inputs, choice)
-    rows = row_oracle.rows(sequence, tokens, dtype=torch.bfloat16)
-    sums = row_oracle.rows(sequence, tokens, dtype=torch.float64).row_sums
-    keys = row_oracle.keys(sequence, tokens, lse=lses(true, case.config), row_sums=sums, dtype=torch.bfloat16)
+    rows = row_oracle.rows(*sequence, tokens, dtype=torch.bfloat16)
+    sums = row_oracle.rows(*sequence, tokens, dtype=torch.float64).row_sums
+    keys = row_oracle.keys(*sequence, tokens, lse=lses(true, case.config), row_sums=sums, dtype=torch.bfloat16)
     for name, mine, of in [("o", rows.o, "o"), ("q", rows.dq, "dq"), ("k", keys.dk, "dk"), ("v", keys.dv, "dv")]:
         exactly = true.tensors()[of][0]
         error = float((mine.double() - exactly).norm())
@@ -111,8 +107,8 @@ def test_in_half_precision_it_errs_as_the_reference_does(name: str) -> None:
 def test_the_choice_of_some_tiles_is_checked(name: str) -> None:
     case = CASES[name]
     inputs, result, _ = truth(case)
-    sequence = sequence_of(inputs, result.aux.block_indices)
-    tiles = torch.arange(case.config.num_tiles(case.T)).flip(0)[:4]
+    sequence, _ = sequence_of(inputs, result.aux.block_indices)
+    tiles = [*range(case.config.num_tiles(case.T))][::-1][:4]
     scores, allowed = row_oracle.choice_scores(sequence, tiles)
     own = reference.select_blocks(scores, config=case.config, width=case.config.list_width(case.T))
     assert torch.equal(own, sequence.block_indices[tiles])

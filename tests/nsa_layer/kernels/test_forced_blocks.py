@@ -9,9 +9,9 @@ from itertools import product
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from layer_calls import forced_blocks
 
 from nsa_layer import NSAConfig
-from nsa_tools.testing.row_oracle import forced_blocks
 
 LENGTHS, SIZE = (7, 50), 8
 FORCED = [*product((0, 1, 2, 5), (0, 1, 2, 9))]

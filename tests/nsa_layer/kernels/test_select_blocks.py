@@ -143,8 +143,8 @@ def log_sum_exps(inputs: Inputs) -> Tensor | None:
     case, exact, found = inputs.case, inputs.to(torch.float64), []
     if case.index_dim or not case.config.by_token:
         return None
-    for (q, _, _), k_cmp in zip(exact.sequences(), exact.compressed_keys()):
-        static = dict(config=case.config, causal=case.causal, device=q.device)
+    for call in exact.call().sequences():
+        q, k_cmp, static = call.q, call.k_cmp, dict(config=case.config, causal=case.causal, device=call.q.device)
         visible = reference.compressed_mask(len(q), len(k_cmp), **static)
         found.append(reference.attention(q, k_cmp, k_cmp, visible, softmax_scale=case.spec.softmax_scale)[1].float())
     return torch.cat(found, dim=1) if case.lengths else torch.stack(found)
