@@ -74,7 +74,7 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     static = dict(B=1, T=T, Hq=Hq, Hkv=Hkv, D=D, Dv=D, dtype=torch.bfloat16, config=CONFIG, gate="none", device="cuda")
     shape = Shape(**static, data="random" if data == TRAINED else data)
     q, k, v = (x.detach() for x in shape.inputs().values())
-    own, do = LayerCall(q, k, v, spec=shape.spec()), shape.output_gradient()
+    own, do = LayerCall(q, k, v, spec=shape.spec), shape.output_gradient()
     varlen = Varlen.of(own)
     (k_cmp,), v_cmp = mean_pool(k, v, k_dtypes=(k.dtype,), v_dtype=v.dtype, **pooling_options(own.config, varlen))
     lse = attend_branch(q, k_cmp, v_cmp, own.spec, compressed_options(own, varlen))[1]

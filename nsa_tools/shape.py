@@ -32,11 +32,12 @@ class Shape:
         lengths: of packed sequences; None for a batch.
         policy: without a budget all heads go in one group, whatever the GPU has free.
         gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
-        projected: with ``compress_k_weight`` and ``compress_v_weight``.
-        own: branches' own keys and values, of `OWN_KEYS`.
+        compress_weights: with ``compress_k_weight`` and ``compress_v_weight``, but for keys of a branch's own.
+        own_keys: branches' own keys and values, of `OWN_KEYS`.
         backward: backward too.
         lists: (heads, blocks) of ``block_indices``.
-        index: (heads of k_index, Di) for ``rule="index"``; index_loss: with its loss.
+        index_dim: of an index, for ``rule="index"``; one_key: its keys are the same for all lists; index_loss: with its
+            loss.
         keys: of a sequence, packed of all, where queries have an offset among them; lengths_k: of packed sequences.
         data: "random": every element of the inputs is drawn anew; "smooth": q and k change slowly along the sequence,
             so that neighbours choose about as many blocks together as those of a trained model.
@@ -54,11 +55,12 @@ class Shape:
     policy: MemoryPolicy = MemoryPolicy()
     causal: bool = True
     gate: str = "weight"
-    projected: bool = False
-    own: tuple[str, ...] = ()
+    compress_weights: bool = False
+    own_keys: tuple[str, ...] = ()
     backward: bool = True
     lists: tuple[int, int] | None = None
-    index: tuple[int, int] | None = None
+    index_dim: int = 0
+    one_key: bool = False
     index_loss: bool = False
     keys: int | None = None
     lengths_k: tuple[int, ...] | None = None
@@ -67,23 +69,29 @@ class Shape:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """By argument of `nsa`: q, k and v [B, T, H, D], or [total, H, D] if packed, and the weights."""
-        S = self.T if self.keys is None else self.keys
-        tokens, keys = ((self.B, T) if self.lengths is None else (T,) for T in (self.T, S))
-        sizes = dict(Hq=self.Hq, Hkv=self.Hkv, D=self.D, Dv=self.Dv, gate=self.gate, projected=self.projected)
-        shapes, count = argument_shapes(tokens, keys, **sizes), self.config.compressed_length
-        if self.index is not None:
-            heads, Di = self.index
-            shapes |= dict(q_index=(*tokens, self.Hkv, Di), k_index=(*keys, heads, Di))
+        T = self.T if self.lengths is None else sum(self.lengths)
+        S = T if self.keys is None else self.keys
+        tokens, keys = ((self.B, n) if self.lengths is None else (n,) for n in (T, S))
+        sizes, config = (self.Hq, self.Hkv, self.D, self.Dv), self.config
+        of_gates = dict(gate=self.gate, projected=self.compress_weights, branches=len(config.branches))
+        shapes = argument_shapes(tokens, keys, *sizes, **of_gates)
+        if self.index_dim:
+            heads = dict(q_index=self.Hkv, k_index=1 if self.one_key else self.Hkv)
+            shapes |= {name: (*shapes[name[0]][:-2], of_name, self.index_dim) for name, of_name in heads.items()}
+        count = config.compressed_length
         blocks = (self.B, count(S)) if self.lengths is None else (sum(map(count, self.lengths_k or self.lengths)),)
-        for name in self.own:
+        for name in self.own_keys:
             shape = shapes[name[0]]
             shapes[name] = (*blocks, *shape[-2:]) if name.endswith("cmp") else shape
+            if name.endswith("cmp"):
+                shapes.pop(f"compress_{name[0]}_weight", None)
         return shapes
 
+    @property
     def spec(self) -> CallSpec:
         """The static side of the call, as backends take it."""
         lengths = self.lengths, self.lengths_k
-        by_index = {} if self.index is None else dict(index_scale=self.index[1] ** -0.5, index_loss=self.index_loss)
+        by_index = dict(index_scale=self.index_dim**-0.5, index_loss=self.index_loss) if self.index_dim else {}
         return CallSpec(self.config, self.causal, self.D**-0.5, *lengths, listed=self.lists is not None, **by_index)
 
     def call(self) -> Call:
@@ -96,7 +104,7 @@ class Shape:
         if self.keys is not None:
             shapes["q_offset"] = ((len(self.lengths or range(self.B)),), torch.int32)
         tensors = {name: torch.empty(of, dtype=kind, device="meta") for name, (of, kind) in shapes.items()}
-        return Call(**tensors, spec=self.spec())
+        return Call(**tensors, spec=self.spec)
 
     def sizes(self) -> Sizes:
         """The sizes that predictions of memory depend on."""
@@ -123,10 +131,10 @@ class Shape:
         if self.data == "smooth":
             for name, (period, noise) in SMOOTH.items():
                 _smooth_(made[name], period, noise, generator)
-            if self.index is not None:  # as a model's projections start
-                heads, Di = self.index
-                made["q_index"] = made["q"].unflatten(-2, (self.Hkv, -1)).mean(-2)[..., :Di].contiguous()
-                made["k_index"] = made["k"][..., :heads, :Di].contiguous()
+            if self.index_dim:  # as a model's projections start
+                heads = made["k_index"].shape[-2]
+                made["q_index"] = made["q"].unflatten(-2, (self.Hkv, -1)).mean(-2)[..., : self.index_dim].contiguous()
+                made["k_index"] = made["k"][..., :heads, : self.index_dim].contiguous()
         return {name: x.requires_grad_() for name, x in made.items()}
 
     def output_gradient(self) -> torch.Tensor | None:
@@ -140,7 +148,7 @@ class Shape:
         if self.lengths is None:
             return {}
         starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
-        return dict(cu_seqlens=starts, max_seqlen=max(self.lengths))
+        return dict(cu_seqlens=starts, max_seqlen=max(self.lengths, default=0))
 
     def options(self) -> dict[str, object]:
         """The arguments of `nsa` beside tensors and backend."""

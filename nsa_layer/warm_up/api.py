@@ -146,14 +146,23 @@ def warm_up(
 
 
 def argument_shapes(
-    tokens: tuple[int, ...], keys: tuple[int, ...], Hq: int, Hkv: int, D: int, Dv: int, *, gate: str, projected: bool
+    tokens: tuple[int, ...],
+    keys: tuple[int, ...],
+    Hq: int,
+    Hkv: int,
+    D: int,
+    Dv: int,
+    *,
+    gate: str,
+    projected: bool,
+    branches: int = 3,
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of the arguments of `nsa`, by name: q [*tokens, Hq, D], k and v [*keys, ...], and the weights."""
     shapes = dict(q=(*tokens, Hq, D), k=(*keys, Hkv, D), v=(*keys, Hkv, Dv))
     if gate == "weight":
-        shapes["gate_weight"] = (Hq, 3, D)
+        shapes["gate_weight"] = (Hq, branches, D)
     if gate == "given":
-        shapes["gates"] = (*tokens, Hq, 3)
+        shapes["gates"] = (*tokens, Hq, branches)
     return shapes | (dict(compress_k_weight=(Hkv, D, D), compress_v_weight=(Hkv, Dv, Dv)) if projected else {})
 
 

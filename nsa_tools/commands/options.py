@@ -137,7 +137,7 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     named = (*CONFIG_OPTIONS, "compress_size", "compress_stride", "deterministic")
     if args.rule != "index" and (args.one_key or args.index_loss):
         raise ValueError("--one-key and --index-loss are for --rule index")
-    values, index = {name: getattr(args, name) for name in named}, None
+    values = {name: getattr(args, name) for name in named}
     if args.rule == "index":
         values |= dict(rule="index", branches=("selected",), q_tile=1)
     config = NSAConfig(**values)
@@ -153,11 +153,9 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
         raise ValueError(f"--packed is for sequences without a batch, got --batch {args.batch}")
     budget = None if args.budget is None else int(args.budget * (1 << 30))
     policy = MemoryPolicy(budget=budget, recompute=args.recompute)
-    if args.rule == "index":
-        index = (1 if args.one_key else Hkv, args.index_dim)
-    ungated = index is not None or getattr(args, "ungated", False)
-    what = dict(backward=args.mode == "both", gate="none" if ungated else "weight", index=index)
-    what["index_loss"] = args.index_loss
+    ungated = args.rule == "index" or getattr(args, "ungated", False)
+    what = dict(backward=args.mode == "both", gate="none" if ungated else "weight")
+    what |= dict(index_dim=args.index_dim * (args.rule == "index"), one_key=args.one_key, index_loss=args.index_loss)
     what |= dict(data=getattr(args, "data", "random"), config=config, policy=policy)
     static = dict(dtype=dtype, device=args.device, **sizes, **what)
     lengths = {T: None if args.packed is None else long_tailed(T, args.packed) for T in args.seqlen}

@@ -45,16 +45,14 @@ class DecodeRow:
 
 def step_bytes(shape: Shape) -> int:
     """Bytes of keys and values that a step of the layer reads: its branches', and all keys of an index."""
-    config, of_index = shape.config, 0
+    config, index_heads = shape.config, 1 if shape.one_key else shape.Hkv
     of_branches = dict(
         compressed=config.compressed_length(shape.T),
         selected=min(shape.T, config.block_counts * config.block_size),
         window=min(shape.T, config.window_size),
     )
-    if shape.index is not None:
-        of_index = shape.T * shape.index[0] * shape.index[1]
     keys = sum(of_branches[branch] for branch in config.branches)
-    return shape.B * (2 * shape.Hkv * keys * shape.D + of_index) * shape.dtype.itemsize
+    return shape.B * (2 * shape.Hkv * keys * shape.D + shape.T * index_heads * shape.index_dim) * shape.dtype.itemsize
 
 
 def make_set(shape: Shape) -> dict:
@@ -67,8 +65,8 @@ def make_set(shape: Shape) -> dict:
     tensors = dict(q=draw(B, 1, Hq, D), k_cache=draw(B, T, Hkv, D), v_cache=draw(B, T, Hkv, D))
     tensors |= {name: draw(B, 1, Hkv, D) for name in "kv"}
     tensors["cache_seqlens"] = torch.full((B,), T - 1, dtype=torch.int32, device=shape.device)
-    if shape.index is not None:
-        heads, Di = shape.index
+    if shape.index_dim:
+        heads, Di = 1 if shape.one_key else Hkv, shape.index_dim
         tensors |= dict(q_index=draw(B, 1, Hkv, Di), k_index=draw(B, 1, heads, Di), k_index_cache=draw(B, T, heads, Di))
         return tensors | dict(config=shape.config)
     count, smaller = shape.config.compressed_length(T), shape.config.span**-0.5

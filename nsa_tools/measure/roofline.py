@@ -107,8 +107,8 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     scores = sum(config.num_tiles(length) * config.num_blocks(length) for length in lengths) * s.Hq * s.D
     pairs, scored = visible_pairs(s), blocks * s.Hkv * s.D * FP32
     means, q_chooses = kv_cmp + scored, q
-    if s.index is not None:
-        heads, Di = s.index
+    if s.index_dim:
+        heads, Di = 1 if s.one_key else s.Hkv, s.index_dim
         scores = sum(length * (length + 1) // 2 for length in lengths) * s.Hkv * 2 * Di
         q_chooses, scored = tokens * s.Hkv * Di * e, tokens * heads * Di * e
     elif config.by_token:  # one more product of the compressed branch, with its rounded keys and its log-sum-exp

@@ -8,29 +8,26 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.call import DIFFERENTIABLE, OWN_KEYS, Aux, Call, CallSpec, loss_of_sums
+from nsa_layer.call import DIFFERENTIABLE, OWN_KEYS, Aux, Call, loss_of_sums
 from nsa_layer.config import NSAConfig
+from nsa_tools.shape import Shape
 from nsa_tools.testing.pasteable import Pasteable
 
 BRANCHES = ("cmp", "slc", "swa")
 LSES = ("lse_cmp", "lse_slc", "lse_swa")
+WEIGHTS = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+DRAWN = (*WEIGHTS, "q", "k", "v", "do", *OWN_KEYS, "q_index", "k_index")  # in this order from a seed
 
 # The name of one, or a function like `reference.attend`.
 Backend = str | Callable[..., tuple[torch.Tensor, Aux]]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Case(Pasteable):
+class Case(Pasteable, Shape):
     """One call of the operator, inputs included; its repr is an expression that makes it again.
 
     Attributes:
-        lengths: lengths of packed sequences, in place of B and T.
-        gate: "weight", "given", "none", or the branch that alone counts: "cmp", "slc" or "swa".
-        compress_weights: whether both compression weights are given.
-        own_keys: the branches' own keys and values that are given, of `OWN_KEYS`; k_cmp and v_cmp in place of the
-            compression weights.
-        index_dim: of an index, for ``rule="index"``; one_key: its keys are the same for all lists;
-            index_loss: its loss is asked for.
+        gate: as in `Shape`, or the branch that alone counts: "cmp", "slc" or "swa".
         seed: the inputs are drawn from it alone.
         integers: inputs are small integers, so that scores of blocks are exact in fp32.
     """
@@ -43,13 +40,6 @@ class Case(Pasteable):
     Dv: int | None = None
     dtype: torch.dtype = torch.float32
     config: NSAConfig = NSAConfig()
-    causal: bool = True
-    lengths: tuple[int, ...] | None = None
-    gate: str = "weight"
-    compress_weights: bool = False
-    own_keys: tuple[str, ...] = ()
-    index_dim: int = 0
-    one_key: bool = False
     index_loss: bool = True
     seed: int = 0
     integers: bool = False
@@ -57,11 +47,6 @@ class Case(Pasteable):
     def __post_init__(self) -> None:
         if self.gate not in ("weight", "given", "none", *BRANCHES):
             raise ValueError(f"gate must be 'weight', 'given', 'none' or a branch, got {self.gate!r}")
-
-    @property
-    def spec(self) -> CallSpec:
-        by_index = dict(index_scale=self.index_dim**-0.5, index_loss=self.index_loss) if self.index_dim else {}
-        return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths, **by_index)
 
 
 @dataclass(frozen=True)
@@ -121,38 +106,24 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     """The inputs of a case: the same values on every device."""
     generator = torch.Generator().manual_seed(case.seed)
 
-    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    def draw(shape: tuple[int, ...], scale: float) -> torch.Tensor:
         if case.integers:
             return torch.randint(-3, 4, shape, generator=generator).to(device, case.dtype)
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(device, case.dtype)
 
-    tokens = (case.B, case.T) if case.lengths is None else (sum(case.lengths),)
-    D, Dv = case.D, case.D if case.Dv is None else case.Dv
-    optional: dict[str, torch.Tensor] = {}
-    if case.gate == "weight":
-        optional["gate_weight"] = draw(case.Hq, len(case.config.branches), D, scale=D**-0.5)
-    elif case.gate == "given":
-        optional["gates"] = draw(*tokens, case.Hq, len(case.config.branches))
-    elif case.gate in BRANCHES:
-        one = torch.tensor([float(branch == case.gate) for branch in BRANCHES])
-        optional["gates"] = one.expand(*tokens, case.Hq, 3).contiguous().to(device, case.dtype)
-    for name, size in (("k", D), ("v", Dv)):
-        if case.compress_weights and f"{name}_cmp" not in case.own_keys:
-            optional[f"compress_{name}_weight"] = draw(case.Hkv, size, size, scale=size**-0.5)
+    sizes = dict(Dv=case.D if case.Dv is None else case.Dv, gate="given" if case.gate in BRANCHES else case.gate)
+    shapes = replace(case, **sizes).tensor_shapes()
+    shapes["do"] = (*shapes["q"][:-1], shapes["v"][-1])
+    tensors: dict[str, torch.Tensor] = {}
+    for name in (name for name in DRAWN if name in shapes):
+        if name == "gates" and case.gate in BRANCHES:
+            one = torch.tensor([float(branch == case.gate) for branch in BRANCHES])
+            tensors[name] = one.expand(shapes[name]).contiguous().to(device, case.dtype)
+        else:
+            tensors[name] = draw(shapes[name], shapes[name][-1] ** -0.5 if name.endswith("weight") else 1.0)
     if case.lengths is not None:
-        starts = torch.tensor([0, *case.lengths]).cumsum(0)
-        optional["cu_seqlens"] = starts.to(device, torch.int32)
-    heads = ((case.Hq, D), (case.Hkv, D), (case.Hkv, Dv), (case.Hq, Dv))
-    drawn = [draw(*tokens, *size) for size in heads]
-    if case.own_keys:
-        count = case.config.compressed_length
-        blocks = (case.B, count(case.T)) if case.lengths is None else (sum(map(count, case.lengths)),)
-        shapes = dict(zip(OWN_KEYS, ((*blocks, D), (*blocks, Dv), (*tokens, D), (*tokens, Dv))))
-        optional |= {name: draw(*lead, case.Hkv, n) for name, (*lead, n) in shapes.items() if name in case.own_keys}
-    if case.index_dim:
-        shapes = dict(q_index=case.Hkv, k_index=1 if case.one_key else case.Hkv)
-        optional |= {name: draw(*tokens, heads, case.index_dim) for name, heads in shapes.items()}
-    return Inputs(case, *drawn, **optional)
+        tensors["cu_seqlens"] = case.packing()["cu_seqlens"].to(device)
+    return Inputs(case, **tensors)
 
 
 def spoilt(inputs: Inputs, value: float, kept: Collection[int]) -> Inputs:

@@ -20,7 +20,7 @@ OPTIONS = {
     "block_size": (64, 256),
     "deterministic": (False, True),
     "gate": ("weight", "given", "none"),
-    "projected": (False, True),
+    "compress_weights": (False, True),
     "q_tile": (128, 1, 2, 64),
     "past": (0, 300),  # tokens of the keys before the queries, which then have `q_offset`
 }
@@ -53,9 +53,9 @@ def covering(every: list[Combination], strength: int) -> list[Combination]:
     return chosen
 
 
-def _makes_sense(*, q_tile: int, past: int, gate: str, projected: bool, **_: object) -> bool:
+def _makes_sense(*, q_tile: int, past: int, gate: str, compress_weights: bool, **_: object) -> bool:
     """True unless queries at an offset would choose by tile, or the kernels are those of other combinations."""
-    return (not past or q_tile == 1) and (not past and q_tile in (1, 128) or gate == "weight" and not projected)
+    return (not past or q_tile == 1) and (not past and q_tile in (1, 128) or gate == "weight" and not compress_weights)
 
 
 def _call(options: Combination) -> Shape:

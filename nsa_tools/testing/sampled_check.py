@@ -109,7 +109,7 @@ def _verdicts(
     if inputs["q"].is_cuda:
         torch.cuda.empty_cache()  # the call's large blocks, for the oracle's small ones
     lse = torch.stack([getattr(aux, LSES[branch]) for branch in shape.config.branches], dim=-1).transpose(-3, -2)
-    calls = list(Call(**inputs, block_indices=aux.block_indices, spec=shape.spec()).sequences())
+    calls = list(Call(**inputs, block_indices=aux.block_indices, spec=shape.spec).sequences())
     by_token = dict(lse=lse) if do is None else dict(lse=lse, do=do, sums=row_sums_of(attend, inputs, do, shape.config))
     for number, part in enumerate(parts):
         index = [x.to(shape.device) for x in (rows[number], keys[number])]

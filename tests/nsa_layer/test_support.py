@@ -92,7 +92,7 @@ SUPPORTED = {
     "an index of all branches, and its loss": dict(config=NSAConfig(rule="index"), index_loss=True),
     "two branches": dict(config=NSAConfig(branches=("compressed", "selected"))),
     "lists alone": dict(config=_alone(192), alone=True),
-    "keys of a branch's own": dict(own=OWN_KEYS),
+    "keys of a branch's own": dict(own_keys=OWN_KEYS),
     "deterministic forward": dict(config=TILES.replace(deterministic=True), backward=False),
     **{f"deterministic, {q_tile}": dict(config=FIXED.replace(q_tile=q_tile)) for q_tile in (1, 64, 128)},
     "deterministic lists alone": dict(config=FIXED, alone=True),

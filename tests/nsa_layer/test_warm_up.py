@@ -75,9 +75,9 @@ def asked(call, **how):
 NAMED = """
 tiles = NSAConfig(q_tile=128)
 calls = [dict(T=40), dict(Hkv=4), dict(config=tiles.replace(block_size=256)), dict(policy=MemoryPolicy(budget=0))]
-calls += [dict(config=config, gate="given", projected=True) for config in (NSAConfig(), tiles)]
-calls += [dict(gate="none", backward=False), dict(lists=(2, 5)), dict(lists=(4, 5)), dict(own=OWN_KEYS)]
-calls += [dict(own=("v_cmp", "k_win"), config=tiles), dict(T=100, keys=300, own=("k_cmp", "v_cmp"))]
+calls += [dict(config=config, gate="given", compress_weights=True) for config in (NSAConfig(), tiles)]
+calls += [dict(gate="none", backward=False), dict(lists=(2, 5)), dict(lists=(4, 5)), dict(own_keys=OWN_KEYS)]
+calls += [dict(own_keys=("v_cmp", "k_win"), config=tiles), dict(T=100, keys=300, own_keys=("k_cmp", "v_cmp"))]
 calls += [dict(T=150, lengths=(50, 100), keys=300, lengths_k=(100, 200))]
 chosen = kernel_files(shape())
 for more in calls:

@@ -55,8 +55,8 @@ RIGHT += [
 ]
 BY_INDEX = BY_TOKEN.replace(rule="index", branches=("selected",))
 RIGHT += [
-    dict(config=BY_INDEX, gate="none", index=index, dtype=dtype)
-    for index, dtype in (((2, 16), DTYPES[0]), ((1, 32), DTYPES[1]))
+    dict(config=BY_INDEX, gate="none", index_dim=Di, one_key=one_key, dtype=dtype)
+    for Di, one_key, dtype in ((16, False, DTYPES[0]), (32, True, DTYPES[1]))
 ]
 RIGHT += [dict(B=2, T=100), dict(lengths=(90, 1, 200, 9)), dict(backward=False)]
 
