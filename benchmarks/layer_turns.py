@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from nsa_layer import NSAConfig, NSAttention
 from nsa_tools.demo.demo_config import DemoConfig
-from nsa_tools.measure.timed_calls import BACKWARD, BOTH, FORWARD, Step, variants
+from nsa_tools.measure.timed_calls import BACKWARD, BOTH, FORWARD, Timer, step_of
 from nsa_tools.measure.timing import interleaved
 from nsa_tools.shape import Shape
 
@@ -180,7 +180,7 @@ def in_turns(
     for name, config in configs.items():
         shape = Shape(**sizes, T=T, config=config, data="smooth")
         backend = "cute" if device == "cuda" else "eager"
-        steps[name] = Step(variants(shape, backend, sets=1)["gated"], forward_too=True)
+        steps[name] = Timer(step_of(shape, backend), (FORWARD, BACKWARD, BOTH))
     for turn in tqdm(range(2 + repeats), desc=f"{T:,} tokens", leave=False):
         for name, step in steps.items():
             for direction, ms in step.take(device).items():

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
             write([], decode=steps)
         gpu = document["environment"].get("gpu") or "CPU"
         print(f"{gpu}: one token for each sequence, {cases[0].dtype_name()}, D {cases[0].D}, {cases[0].config}\n")
-        print(decode_steps.table(steps))
+        print(bench_tables.decode_steps(steps))
         return 1 if any(step.failed for step in steps) else 0
     bench = Bench(options)
     for shape in cases:

@@ -6,25 +6,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from nsa_layer.api import nsa
-from nsa_layer.call import Aux
 from nsa_layer.support import UNION_ROWS
-from nsa_tools.measure.peak_memory import peak_bytes
-from nsa_tools.measure.timed_calls import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    VARIANTS,
-    Timer,
-    Variant,
-    is_out_of_memory,
-    timers,
-    variants,
-)
+from nsa_tools.measure.peak_memory import is_out_of_memory, peak_bytes
+from nsa_tools.measure.timed_calls import BACKWARD, BOTH, FORWARD, VARIANTS, Step, Timer, timers, variants
 from nsa_tools.measure.timing import host_microseconds, sets_past_l2
 from nsa_tools.report.results import FAILED, MEASURED, NO_MEMORY, TOO_SLOW, Row
 from nsa_tools.shape import Shape
@@ -65,7 +55,7 @@ class Options:
 class Bench:
     """Rows of one run, shape after shape; dense attention's time at one length predicts that of the next."""
 
-    def __init__(self, options: Options, *, make: Callable[..., dict[str, Variant]] = variants) -> None:
+    def __init__(self, options: Options, *, make: Callable[..., dict[str, Step]] = variants) -> None:
         self.options, self.make = options, make
         self.rows: list[Row] = []
         self.seconds_a_pair: float | None = None
@@ -106,13 +96,13 @@ class Bench:
             peak = peaks[name, way] if shape.device.startswith("cuda") and not self.options.graph else None
             found = dict(status=MEASURED, ms=statistics.median(taken), timings_ms=tuple(taken), peak_bytes=peak)
             rows[name][way] = replace(rows[name][way], detail=None, **found)
-        for name, key, timer in active:
-            ms = rows[name][key].ms
-            if ms is not None and name not in once:
+        for name, timer in active:
+            row = rows[name][timer.ways[-1]]
+            if row.ms is not None and name not in once:
                 most, least = HOST_CALLS
-                count = min(most, max(least, int(HOST_MS / max(ms, 1.0))))
-                calls = [host_microseconds(timer, shape.device) for _ in range(count)]
-                rows[name][key] = replace(rows[name][key], host_us=statistics.median(calls))
+                count = min(most, max(least, int(HOST_MS / max(row.ms, 1.0))))
+                calls = [host_microseconds(timer.call, shape.device) for _ in range(count)]
+                rows[name][row.direction] = replace(row, host_us=statistics.median(calls))
         del active
         for name in names:
             if name != "dense" and self.options.error_rows and rows[name][FORWARD].ms is not None:
@@ -120,36 +110,35 @@ class Bench:
         return _flat(rows)
 
     def _warm(
-        self, made: dict[str, Variant], names: tuple[str, ...], once: set[str], rows: ByVariant
-    ) -> list[tuple[str, str, Timer]]:
+        self, made: dict[str, Step], names: tuple[str, ...], once: set[str], rows: ByVariant
+    ) -> list[tuple[str, Timer]]:
         """Timers after two runs (kernels compile, graphs are captured); those in `once` did not run."""
         active = []
         for name in names:
-            for key, make in timers(made[name], graph=self.options.graph, once=name in once):
+            for ways, make in timers(made[name], graph=self.options.graph, once=name in once):
                 try:
                     timer = make()
                     if name not in once:
-                        timer()
-                        timer()
-                    active.append((name, key, timer))
+                        timer.call()
+                        timer.call()
+                    active.append((name, timer))
                 except Exception as error:
-                    _fail(rows[name], _ways(rows[name], key, name in once), error)
+                    _fail(rows[name], ways, error)
         return active
 
     def _interleave(self, shape: Shape, active: list, once: set[str], rows: ByVariant) -> tuple[dict, dict]:
         """Timings and peaks by variant and direction; timers that fail are no longer active."""
         timings, peaks = defaultdict(list), defaultdict(int)
         for repeat in tqdm(range(self.options.repeats), desc=shape.describe(), leave=False):
-            for name, key, timer in list(active):
+            for name, timer in list(active):
                 if repeat and name in once:
                     continue
                 try:
                     taken, peak = _taken(timer, shape.device)
                 except Exception as error:
-                    active.remove((name, key, timer))
-                    ways = _ways(rows[name], key, name in once)
-                    _fail(rows[name], ways, error)
-                    for way in ways:
+                    active.remove((name, timer))
+                    _fail(rows[name], timer.ways, error)
+                    for way in timer.ways:
                         timings.pop((name, way), None)
                     continue
                 for way, ms in taken.items():
@@ -157,22 +146,18 @@ class Bench:
                     peaks[name, way] = max(peaks[name, way], peak)
         return timings, peaks
 
-    def _with_error(self, shape: Shape, variant: Variant, row: Row) -> Row:
-        made = []
-
-        def attend(**inputs: torch.Tensor | bool) -> tuple[torch.Tensor, Aux]:
-            made.append(nsa(**inputs, **replace(shape, index_loss=False).options(), backend=self.options.backend))
-            return made[0]
-
+    def _with_error(self, shape: Shape, step: Step, row: Row) -> Row:
+        attend = partial(nsa, **replace(shape, index_loss=False).options(), backend=self.options.backend)
+        samples = Samples(self.options.error_rows, 1, 4)
         try:
-            verdicts = forward_verdicts(shape, attend, variant.sets[0], Samples(self.options.error_rows, 1, 4))
+            verdicts, aux = forward_verdicts(shape, attend, step.sets[0], samples)
         except Exception as error:
             return replace(row, detail=f"no error: {_reason(error)}")
         worst = max((v for v in verdicts if v.name.split()[0] == "o"), key=lambda v: v.of_limit)
         wrong = [v.name for v in verdicts if not v.ok]
         found = dict(error=worst.error, eager_error=worst.eager_error, of_limit=worst.of_limit)
         if shape.config.q_tile < UNION_ROWS:
-            found |= dict(union=union(made[0][1].block_indices, shape))
+            found |= dict(union=union(aux.block_indices, shape))
         return replace(row, **found, detail=f"WRONG: {', '.join(wrong)}" if wrong else None)
 
     def _dense_seconds(self, shape: Shape) -> float:
@@ -214,11 +199,6 @@ def _taken(timer: Timer, device: str) -> tuple[dict[str, float], int]:
     if not device.startswith("cuda"):
         return timer.take(device), 0
     return found, peak_bytes(lambda: found.update(timer.take(device)), device)
-
-
-def _ways(rows: dict[str, Row], key: str, once: bool) -> tuple[str, ...]:
-    """The directions of a variant that a timer gives."""
-    return (FORWARD,) if key == FORWARD else tuple(way for way in rows if once or way != FORWARD)
 
 
 def _fail(rows: dict[str, Row], ways: Iterable[str], error: Exception) -> None:

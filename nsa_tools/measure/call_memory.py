@@ -9,8 +9,8 @@ import torch
 
 from nsa_layer.api import nsa
 from nsa_layer.cute.memory_plan import RESERVE, MemoryPlan, MemoryPolicy, plan_memory, predict
-from nsa_tools.measure.peak_memory import peak_bytes
-from nsa_tools.measure.timed_calls import gradients, is_out_of_memory
+from nsa_tools.measure.peak_memory import is_out_of_memory, peak_bytes
+from nsa_tools.measure.timed_calls import gradients
 from nsa_tools.report.results import MEASURED, NO_MEMORY
 from nsa_tools.shape import Shape
 
@@ -40,24 +40,17 @@ def predicted(shape: Shape, plan: MemoryPlan) -> dict[str, int]:
     return parts | {"peak": parts["outputs"] + parts["saved"] + work}
 
 
-class RepeatedCall:
-    """One call made again and again, to measure the memory that it takes above its inputs."""
+def repeated_call(shape: Shape, backend: str) -> Callable[[], None]:
+    """Forward, and backward with a do that counts, on the same inputs whenever it is called."""
+    inputs, attend = shape.inputs(), partial(nsa, **shape.options(), backend=backend)
 
-    def __init__(self, shape: Shape, backend: str) -> None:
-        self.shape, self.inputs = shape, shape.inputs()
-        self.attend = partial(nsa, **shape.options(), backend=backend)
+    def call() -> None:
+        with torch.set_grad_enabled(shape.backward):
+            outputs = attend(**inputs)
+        if shape.backward:
+            gradients(outputs, inputs, shape.output_gradient())
 
-    def call(self) -> None:
-        """Forward, and backward with a do that counts."""
-        with torch.set_grad_enabled(self.shape.backward):
-            outputs = self.attend(**self.inputs)
-        if self.shape.backward:
-            gradients(outputs, self.inputs, self.shape.output_gradient())
-
-    def peak(self) -> int:
-        """The call's peak, after one that compiled."""
-        self.call()
-        return peak_bytes(self.call, self.shape.device)
+    return call
 
 
 def measurement(shape: Shape, backend: str | None, total: int | None = None) -> dict:
@@ -73,7 +66,9 @@ def measurement(shape: Shape, backend: str | None, total: int | None = None) -> 
     if backend is None:
         return result | dict(peak=None, status="not measured")
     try:
-        peak = RepeatedCall(shape, backend).peak()
+        call = repeated_call(shape, backend)
+        call()  # which compiles
+        peak = peak_bytes(call, shape.device)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -90,7 +85,7 @@ def find_longest(shape: Shape, backend: str | None, total: int) -> dict:
 
     def runs(T: int) -> bool:
         try:
-            RepeatedCall(shape.at(T), backend).call()
+            repeated_call(shape.at(T), backend)()
             torch.cuda.synchronize()
         except Exception as error:
             if not is_out_of_memory(error):

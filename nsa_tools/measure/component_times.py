@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import torch
-
-from nsa_layer.api import nsa
 from nsa_layer.profiler_ranges import COMPONENTS, observed
 from nsa_tools.measure.kernel_trace import Kernel, record
 from nsa_tools.measure.peak_memory import OTHER
-from nsa_tools.measure.timed_calls import gradients
+from nsa_tools.measure.timed_calls import step_of
 from nsa_tools.measure.timing import lap_times
 from nsa_tools.shape import Shape
 
@@ -70,23 +67,8 @@ class HostClock:
 
 def profile(shape: Shape, backend: str, *, repeats: int) -> Profile:
     """Profile some calls of one shape."""
-    inputs, do, options = shape.inputs(), shape.output_gradient(), shape.options()
-    kept: list[torch.Tensor] = []
-
-    def forward() -> None:
-        with torch.set_grad_enabled(shape.backward):
-            kept[:] = [nsa(**inputs, **options, backend=backend)]
-
-    phases = {"forward": forward}
-    if shape.backward:
-        phases["backward"] = lambda: gradients(kept.pop(), inputs, do)
-
-    def step(lap: Callable[[], None] = lambda: None) -> None:
-        for number, call in enumerate(phases.values()):
-            if number:
-                lap()
-            call()
-
+    step = step_of(shape, backend)
+    phases = {"forward": step.forward} | ({"backward": step.backward} if shape.backward else {})
     for _ in range(2):
         step()
     laps = [lap_times(step, shape.device) for _ in range(repeats)]

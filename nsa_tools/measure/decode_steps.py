@@ -128,20 +128,3 @@ def captured_steps(step: Step, inputs: list[dict], count: int) -> Callable[[], o
             step(inputs[i % len(inputs)] | dict(cache_seqlens=cache_seqlens))
 
     return captured(steps)
-
-
-def table(rows: list[DecodeRow]) -> str:
-    """Markdown of rows: microseconds, and how many times dense attention's time is the layer's."""
-    from nsa_tools.report.tables import markdown
-
-    names = list(rows[0].us)
-    shown = []
-    for row in rows:
-        times = ["failed" if row.us[name] is None else f"{row.us[name]:,.1f}" for name in names]
-        rival = [us for name, us in row.us.items() if name != "nsa" and us is not None]
-        over = f"{min(rival) / row.us['nsa']:.1f}" if rival and row.us["nsa"] else ""
-        rate = f"{row.bytes / row.us['nsa'] / 1e6:.2f}" if row.us["nsa"] else ""
-        shown.append([f"{row.Hq}/{row.Hkv}", f"{row.T:,}", str(row.B), *times, over, f"{row.bytes / 1e6:,.1f}", rate])
-    header = ["heads", "context", "batch", *(f"{name}, us" for name in names), "best dense over nsa", "MB read", "TB/s"]
-    notes = [f"{name}: {reason}" for row in rows for name, reason in row.failed.items()]
-    return "\n".join([markdown(header, shown, left=1), *dict.fromkeys(notes)])

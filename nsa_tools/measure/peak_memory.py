@@ -44,6 +44,12 @@ def _peak_on_cpu(call: Callable[[], object]) -> int:
     return peak
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for errors of PyTorch's allocator, and of libraries that allocate on their own."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "out_of_memory" in text
+
+
 def quiet_profiler() -> None:
     """Keep the profiler's notes about starting and stopping off the terminal, unless the user asked for them."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")

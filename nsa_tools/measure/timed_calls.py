@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
 
 from nsa_layer.api import nsa
-from nsa_tools.measure.timing import captured, lap_times, milliseconds, rotating
+from nsa_tools.measure.timing import captured, lap_times, rotating
 from nsa_tools.shape import Shape
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
 VARIANTS = ("dense", "nsa", "gated")
 
 Attend = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One of `VARIANTS`: a function of q, k, v (and gate_weight), the sets of inputs that it rotates over, and do."""
-
-    name: str
-    attend: Attend
-    sets: list[dict[str, torch.Tensor]]
-    do: torch.Tensor | None
 
 
 def gradients(
@@ -36,79 +27,77 @@ def gradients(
     return torch.autograd.grad([o, *loss], list(inputs.values()), [do, *[None] * len(loss)], allow_unused=True)
 
 
-def forward_of(variant: Variant) -> Callable[[], torch.Tensor]:
-    """Forward alone, without a graph for backward."""
-    rotation = cycle(variant.sets)
-
-    @torch.no_grad()
-    def call() -> torch.Tensor:
-        return variant.attend(**next(rotation))
-
-    return call
-
-
 class Step:
-    """Forward and backward as in training, with nothing in between."""
+    """Forward and backward as in training, on sets of inputs in turn; without do forward alone."""
 
-    def __init__(self, variant: Variant, *, forward_too: bool = False) -> None:
-        self.variant, self.rotation, self.forward_too = variant, cycle(variant.sets), forward_too
+    def __init__(self, attend: Attend, sets: list[dict[str, torch.Tensor]], do: torch.Tensor | None) -> None:
+        self.attend, self.sets, self.do = attend, sets, do
+        self.rotation = cycle(sets)
+
+    def forward(self) -> None:
+        self.inputs, self.outputs = next(self.rotation), None
+        with torch.set_grad_enabled(self.do is not None):
+            self.outputs = self.attend(**self.inputs)
+
+    def backward(self) -> None:
+        outputs, self.outputs = self.outputs, None
+        gradients(outputs, self.inputs, self.do)
 
     def __call__(self, lap: Callable[[], None] = lambda: None) -> None:
-        inputs = next(self.rotation)
-        outputs = self.variant.attend(**inputs)
-        lap()
-        gradients(outputs, inputs, self.variant.do)
-
-    def take(self, device: str) -> dict[str, float]:
-        """Milliseconds by direction; of forward only where it is not timed on its own."""
-        forward, backward = lap_times(self, device)
-        shown = {FORWARD: forward} if self.forward_too else {}
-        return shown | {BACKWARD: backward, BOTH: forward + backward}
+        self.forward()
+        if self.do is not None:
+            lap()
+            self.backward()
+        self.outputs = None
 
 
+@dataclass(frozen=True)
 class Timer:
-    """A call whose time is that of one direction; with ``sets`` replayed from CUDA graphs, one for each of them."""
+    """A call, which may lap between forward and backward, and the directions whose times it gives."""
 
-    def __init__(self, call: Callable[[], object], direction: str, *, sets: int = 0) -> None:
-        graphs = [captured(call, warm_ups=0 if i else 2) for i in range(sets)]
-        self.call, self.direction = rotating(graphs) if graphs else call, direction
-
-    def __call__(self) -> None:
-        self.call()
+    call: Callable[..., object]
+    ways: tuple[str, ...]
 
     def take(self, device: str) -> dict[str, float]:
         """Milliseconds by direction."""
-        return {self.direction: milliseconds(self.call, device)}
+        laps = lap_times(self.call, device)
+        times = dict(zip((FORWARD, BACKWARD), laps)) | {BOTH: sum(laps)}
+        return {way: times[way] for way in self.ways}
 
 
-def variants(shape: Shape, backend: str, *, sets: int) -> dict[str, Variant]:
-    """Every variant by its name, on the same tensors."""
-    inputs = [shape.inputs() for _ in range(sets)]
-    alone = [{name: given[name] for name in ("q", "k", "v")} for given in inputs]
-    plain = [{name: x for name, x in given.items() if name != "gate_weight"} for given in inputs]
-    do, options = shape.output_gradient(), shape.options()
-
-    def sparse(**tensors: torch.Tensor) -> torch.Tensor:
-        return nsa(**tensors, **options, backend=backend)
-
-    dense = dense_attention(shape.device, shape.packing())
-    made = zip(VARIANTS, (dense, sparse, sparse), (alone, plain, inputs), strict=True)
-    return {name: Variant(name, attend, given, do) for name, attend, given in made}
+def step_of(shape: Shape, backend: str, *, sets: int = 1) -> Step:
+    """The layer's step of a shape."""
+    attend = partial(nsa, **shape.options(), backend=backend)
+    return Step(attend, [shape.inputs() for _ in range(sets)], shape.output_gradient())
 
 
-def timers(variant: Variant, *, graph: bool, once: bool = False) -> Iterator[tuple[str, Callable[[], Timer | Step]]]:
-    """(direction, how to make it) for every timer of a variant; a failure of the timer is a row of that direction.
+def variants(shape: Shape, backend: str, *, sets: int) -> dict[str, Step]:
+    """The step of every variant by its name, on the same tensors."""
+    gated = step_of(shape, backend, sets=sets)
+    alone = [{name: given[name] for name in ("q", "k", "v")} for given in gated.sets]
+    plain = [{name: x for name, x in given.items() if name != "gate_weight"} for given in gated.sets]
+    dense = Step(dense_attention(shape.device, shape.packing()), alone, gated.do)
+    return dict(zip(VARIANTS, (dense, Step(gated.attend, plain, gated.do), gated), strict=True))
+
+
+def timers(step: Step, *, graph: bool, once: bool = False) -> Iterator[tuple[tuple[str, ...], Callable[[], Timer]]]:
+    """Directions, and how to make the timer that gives them; a failure of the timer is a row of each of them.
 
     Args:
+        graph: replay CUDA graphs, one for each set of inputs.
         once: take forward from the step that is timed for backward, because each timing takes long.
     """
-    if variant.do is not None and once and not graph:
-        yield BOTH, lambda: Step(variant, forward_too=True)
+
+    def timer(call: Step, ways: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[], Timer]]:
+        replays = (captured(call, warm_ups=0 if i else 2) for i in range(len(step.sets)))
+        return ways, lambda: Timer(rotating(list(replays)) if graph else call, ways)
+
+    if step.do is not None and once and not graph:
+        yield timer(step, (FORWARD, BACKWARD, BOTH))
         return
-    sets = len(variant.sets) if graph else 0
-    yield FORWARD, lambda: Timer(forward_of(variant), FORWARD, sets=sets)
-    if variant.do is not None:
-        yield BOTH, lambda: Timer(Step(variant), BOTH, sets=sets) if graph else Step(variant)
+    yield timer(Step(step.attend, step.sets, None), (FORWARD,))
+    if step.do is not None:
+        yield timer(Step(step.attend, step.sets, step.do), (BOTH,) if graph else (BACKWARD, BOTH))
 
 
 def dense_attention(device: str, packing: dict) -> Attend:
@@ -136,9 +125,3 @@ def _dense_on_cpu(packing: dict) -> Attend:
         return torch.cat(list(parts))
 
     return packed if packing else one
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for errors of PyTorch's allocator, and of libraries that allocate on their own."""
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "out_of_memory" in text

@@ -98,7 +98,7 @@ def captured(call: Call, *, warm_ups: int = 1) -> Call:
 def rotating(calls: Sequence[Call]) -> Call:
     """A call that makes each of some calls in turn, so that their inputs are not found in the L2."""
     rotation = cycle(calls)
-    return lambda: next(rotation)()
+    return lambda *_: next(rotation)()
 
 
 def sets_past_l2(bytes_a_set: int) -> int:

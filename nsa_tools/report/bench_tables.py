@@ -1,9 +1,10 @@
-"""The rows of `bench` as tables: times beside dense attention's, then what stands beside the times."""
+"""The rows of `bench` as tables: times beside dense attention's, what stands beside the times, and decode steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nsa_tools.measure.decode_steps import DecodeRow
 from nsa_tools.report.results import MEASURED, Row
 from nsa_tools.report.tables import gib, markdown
 
@@ -34,6 +35,21 @@ def notes(rows: Sequence[Row]) -> str:
     errors = ["max error of o", "eager's", "of its limit"]
     header = ["T", "shape", "direction", "variant", "host, one call (us)", "peak (GiB)", *errors, "union", ""]
     return markdown(header, table, left=4) if table else ""
+
+
+def decode_steps(rows: Sequence[DecodeRow]) -> str:
+    """Markdown of rows: microseconds, and how many times dense attention's time is the layer's."""
+    names = list(rows[0].us)
+    shown = []
+    for row in rows:
+        times = ["failed" if row.us[name] is None else f"{row.us[name]:,.1f}" for name in names]
+        rival = [us for name, us in row.us.items() if name != "nsa" and us is not None]
+        over = f"{min(rival) / row.us['nsa']:.1f}" if rival and row.us["nsa"] else ""
+        rate = f"{row.bytes / row.us['nsa'] / 1e6:.2f}" if row.us["nsa"] else ""
+        shown.append([f"{row.Hq}/{row.Hkv}", f"{row.T:,}", str(row.B), *times, over, f"{row.bytes / 1e6:,.1f}", rate])
+    header = ["heads", "context", "batch", *(f"{name}, us" for name in names), "best dense over nsa", "MB read", "TB/s"]
+    notes = [f"{name}: {reason}" for row in rows for name, reason in row.failed.items()]
+    return "\n".join([markdown(header, shown, left=1), *dict.fromkeys(notes)])
 
 
 def shape_key(row: Row) -> tuple:

@@ -17,7 +17,7 @@ import torch
 
 from nsa_layer import reference
 from nsa_layer.api import nsa
-from nsa_layer.call import LSES, Call, accumulation_dtype
+from nsa_layer.call import LSES, Aux, Call, accumulation_dtype
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.chunked import token_slices
 from nsa_tools.shape import Shape
@@ -88,19 +88,21 @@ class _Part:
 def check(shape: Shape, backend: str, *, samples: Samples = Samples(), attend=nsa) -> Report:
     """Make one call of `nsa`, or of `attend` in its place, and judge its samples."""
     attend = partial(attend, **replace(shape, index_loss=False).options(), backend=backend)
-    verdicts, peak = _verdicts(shape, attend, shape.inputs(), shape.output_gradient(), samples)
+    verdicts, _, peak = _verdicts(shape, attend, shape.inputs(), shape.output_gradient(), samples)
     return Report(shape.describe(), backend, tuple(verdicts), peak)
 
 
-def forward_verdicts(shape: Shape, attend, inputs: dict[str, torch.Tensor], samples: Samples) -> list[Verdict]:
-    """The choice, o and the LSEs of one forward call ``attend(**inputs, return_aux=True)``."""
-    return _verdicts(shape, attend, inputs, None, samples)[0]
+def forward_verdicts(
+    shape: Shape, attend, inputs: dict[str, torch.Tensor], samples: Samples
+) -> tuple[list[Verdict], Aux]:
+    """The choice, o and the LSEs of one forward call ``attend(**inputs, return_aux=True)``, and its `Aux`."""
+    return _verdicts(shape, attend, inputs, None, samples)[:2]
 
 
 def _verdicts(
     shape: Shape, attend, inputs: dict[str, torch.Tensor], do: torch.Tensor | None, samples: Samples
-) -> tuple[list[Verdict], int | None]:
-    """Verdicts of every checked sequence, and the call's peak in bytes."""
+) -> tuple[list[Verdict], Aux, int | None]:
+    """Verdicts of every checked sequence, and the call's `Aux` and peak in bytes."""
     parts, found = list(_parts(shape)), []
     rows = [_sample(part.T, samples.rows, shape.Hq * shape.D, seed=2) for part in parts]
     keys = [_sample(part.T, samples.keys, shape.Hkv * shape.D, seed=3) for part in parts]
@@ -116,7 +118,7 @@ def _verdicts(
         of_part = {name: x[part.tokens] for name, x in by_token.items()}
         found.append(_judge_choice(calls[part.number], part, samples.tiles))
         found += _judge(shape, part, calls[part.number], got[number], *index, **of_part)
-    return found, peak
+    return found, aux, peak
 
 
 def _call(attend, inputs: dict, do: torch.Tensor | None, parts: list[_Part], rows: list, keys: list) -> tuple:

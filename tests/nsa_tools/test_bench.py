@@ -17,7 +17,8 @@ from nsa_layer import NSAConfig
 from nsa_tools.commands import bench
 from nsa_tools.measure import bench_run, decode_steps
 from nsa_tools.measure.bench_run import Bench, Options, union
-from nsa_tools.measure.timed_calls import Variant, is_out_of_memory
+from nsa_tools.measure.peak_memory import is_out_of_memory
+from nsa_tools.measure.timed_calls import Step
 from nsa_tools.report import bench_chart, bench_tables
 from nsa_tools.report.figures import new_figure
 from nsa_tools.report.results import Row, read_bench
@@ -31,9 +32,9 @@ OPTIONS = Options("eager", repeats=2, error_rows=0)
 def fake(**attend) -> object:
     """In place of `variants`: functions by name."""
 
-    def make(shape: Shape, backend: str, *, sets: int) -> dict[str, Variant]:
+    def make(shape: Shape, backend: str, *, sets: int) -> dict[str, Step]:
         q = torch.ones(1, shape.T, 1, 1, requires_grad=True)
-        return {name: Variant(name, call, [{"q": q}] * sets, torch.ones_like(q)) for name, call in attend.items()}
+        return {name: Step(call, [{"q": q}] * sets, torch.ones_like(q)) for name, call in attend.items()}
 
     return make
 

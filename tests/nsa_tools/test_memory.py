@@ -94,7 +94,7 @@ def test_a_policy_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = MemoryPolicy(budget=5 << 30)
     for given in (MemoryPolicy(), policy):
         shape = replace(SHAPE.at(128), policy=given, gate="none", backward=False)
-        call_memory.RepeatedCall(shape, "cute").call()
+        call_memory.repeated_call(shape, "cute")()
     assert seen == [None, policy]
 
 
