@@ -3,16 +3,17 @@
     python benchmarks/compare_trees.py --tree before=FOLDER [NAME=FOLDER ...] [--seqlen 8192 65536] [--json FILE]
     python benchmarks/compare_trees.py --tree before=FOLDER --seqlen 65536 --sequences 4 64
     python benchmarks/compare_trees.py --tree before=FOLDER --only operator --seqlen 4096 65536
+    python benchmarks/compare_trees.py --tree before=FOLDER --only decoding --seqlen 65536
+    python benchmarks/compare_trees.py --tree before=FOLDER --only operator --seqlen 1024 --host
     python benchmarks/compare_trees.py --tree upstream=FOLDER --only lists
 
 A folder holds a tree's packages as files: `cp -rL .tree/flash_attn .tree/nsa_layer FOLDER`, from its checkout, or
 upstream's (`pip download --no-deps flash-attn-4==4.0.0b36`, unzipped). The tree that Python finds without one is "now".
 Each runs in a process of its own, one timing at a time, the others waiting. Shape: bf16, B 1, 32 query heads, 8
 key/value heads unless named, D 128; the calls are those of tree_calls.py. Medians of CUDA-event timings, the host's
-part hidden; ratios are over the first folder; the largest difference of results, at every 61st token, is over the
-largest value. All trees hold their tensors at once: about 20 GiB each for the layer at 262,144 tokens. Two at
-1,048,576 leave each other too little to keep what backward reads, and recompute it: run `bench` in one tree after the
-other there. Exits with 1 if a result is off by more than 2 %, or a process fails.
+part hidden, or with --host of the host's time; ratios are over the first folder; the largest difference of results, at
+every 61st token, is over the largest value. All trees hold their inputs at once, and free what a call needs besides
+before another tree's call. Exits with 1 if a result is off by more than 2 %, or a process fails.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ import torch
 from tqdm import tqdm
 from tree_calls import GROUPS, Call, Case, calls
 
-from nsa_tools.measure.timing import milliseconds
+from nsa_tools.measure.timing import host_microseconds, milliseconds
 from nsa_tools.report.tables import markdown
 
 EVERY = 61  # tokens, of which one is compared
 MOST_DIFFERENCE = 0.02  # of the largest value: bf16 results of sums in another order
+HOST_CALLS = 20  # of a timing of the host's part
 
 
 def answer() -> None:
@@ -58,7 +60,11 @@ def answer() -> None:
         else:
             call = ready[asked["way"]]
             call()  # another process ran before
-            reply = milliseconds(call, "cuda", hide_host=True)
+            if asked["host"]:
+                reply = statistics.median(host_microseconds(call, "cuda") for _ in range(HOST_CALLS)) / 1e3
+            else:
+                reply = milliseconds(call, "cuda", hide_host=True)
+            torch.cuda.empty_cache()
         print(json.dumps(reply), flush=True)
 
 
@@ -90,7 +96,7 @@ class Worker:
         return self.line()
 
 
-def measure(case: Case, workers: dict[str, Worker], folder: Path, repeats: int) -> list[dict[str, Any]]:
+def measure(case: Case, workers: dict[str, Worker], folder: Path, repeats: int, host: bool) -> list[dict[str, Any]]:
     """A row for each way: timings of all trees, and how much their results differ."""
     for name, worker in workers.items():  # all compile at once
         (folder / name).mkdir(exist_ok=True)
@@ -101,7 +107,7 @@ def measure(case: Case, workers: dict[str, Worker], folder: Path, repeats: int) 
         timings: dict[str, list[float]] = {name: [] for name in workers}
         for _ in range(repeats + 1):
             for name, worker in workers.items():
-                timings[name].append(worker.told(way=way))
+                timings[name].append(worker.told(way=way, host=host))
         results = [torch.load(folder / name / f"{way}.pt") for name in workers]
         differs = max(float((a - b).abs().max() / b.abs().max()) for x in results[1:] for a, b in zip(results[0], x))
         row = {"case": asdict(case), "way": way, "difference": differs}
@@ -116,6 +122,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, nargs="+", default=[8192, 65536])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1], help="packed ones, if more than 1")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--host", action="store_true", help="time what the host does for a call")
     parser.add_argument("--json", type=Path, help="write every number")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -134,7 +141,7 @@ def main() -> None:
         trees = {**folders, "now": None}
         workers = {tree: Worker(folder, Path(name) / f"{tree}.log") for tree, folder in trees.items()}
         for case in tqdm(cases, leave=False):
-            rows += measure(case, workers, Path(name), args.repeats)
+            rows += measure(case, workers, Path(name), args.repeats, args.host)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows, *trees))

@@ -1,9 +1,9 @@
 """The calls that compare_trees.py times: the layer, and lists that upstream takes too.
 
 "layer" is gated, with tiles of 128 queries, packed if there are several sequences; "operator" has it and the default
-`NSAConfig` with 32/8 and 64/4 heads, and steps of decoding; "lists" has dense and block-sparse calls that need
-nothing of the fork: one list of blocks of 128 for all heads, in which every block is a mask block, a full block, or
-either of them, backward in one pass.
+`NSAConfig` with 32/8 and 64/4 heads; "decoding" has steps of one and of 64 sequences; "lists" has dense and
+block-sparse calls that need nothing of the fork: one list of blocks of 128 for all heads, in which every block is a
+mask block, a full block, or either of them, backward in one pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ HQ, HKV, D = 32, 8, 128
 LISTED = 128  # keys of a listed block
 GROUPS = {
     "layer": ("layer",),
-    "operator": ("layer", "layer, 64/4", "by token", "by token, 64/4", "decoding 1", "decoding 64"),
+    "operator": ("layer", "layer, 64/4", "by token", "by token, 64/4"),
+    "decoding": ("decoding 1", "decoding 64"),
     "lists": ("dense", "random, mask", "random, full", "random, both", "all causal, both"),
 }
 Call = Callable[[], tuple[torch.Tensor, ...]]
@@ -37,7 +38,7 @@ class Case:
 def calls(case: Case) -> dict[str, Call]:
     """Forward, and backward alone or with it, by whichever packages are imported."""
     torch.manual_seed(case.T)
-    if case.kind.startswith("decoding"):
+    if case.kind in GROUPS["decoding"]:
         return decoding_calls(case)
     if case.kind in GROUPS["operator"]:
         return layer_calls(case)

@@ -130,7 +130,7 @@ class Shape:
         made = {name: self._draw(shape, generator) for name, shape in self.tensor_shapes().items()}
         if self.data == "smooth":
             for name, (period, noise) in SMOOTH.items():
-                _smooth_(made[name], period, noise, generator)
+                smooth_(made[name], period, noise, generator)
             if self.index_dim:  # as a model's projections start
                 heads = made["k_index"].shape[-2]
                 made["q_index"] = made["q"].unflatten(-2, (self.Hkv, -1)).mean(-2)[..., : self.index_dim].contiguous()
@@ -168,7 +168,7 @@ class Shape:
         return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
 
 
-def _smooth_(x: torch.Tensor, period: int, noise: float, generator: torch.Generator) -> None:
+def smooth_(x: torch.Tensor, period: int, noise: float, generator: torch.Generator) -> None:
     """Keep `noise` of the variance of x [..., T, H, D], and let the rest pass from one draw to the next in `period`
     tokens."""
     for sequence in x.flatten(0, -4) if x.dim() > 3 else (x,):

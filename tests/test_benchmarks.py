@@ -19,8 +19,10 @@ sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside th
 import block_sparse  # noqa: E402
 import compare_trees as trees  # noqa: E402
 import context_parallel as ranks  # noqa: E402
+import index_layer  # noqa: E402
 import kernels_alone  # noqa: E402
 import layer_turns  # noqa: E402
+import minimax_layer  # noqa: E402
 import recall  # noqa: E402
 import recall_pairs  # noqa: E402
 import tree_calls  # noqa: E402
@@ -47,7 +49,7 @@ for script in sys.argv[1:]:
 
 
 def test_without_a_gpu_they_say_so() -> None:
-    names = ("block_sparse", "compare_trees", "compress_factor", "select_by_index")
+    names = ("block_sparse", "compare_trees", "compress_factor", "minimax_layer", "select_by_index")
     command = [sys.executable, "-c", RUN_EACH, *(str(FOLDER / f"{name}.py") for name in names)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -155,3 +157,28 @@ def test_a_block_is_trained_on_what_it_returns() -> None:
         o = block(x)
     assert o.shape == x.shape
     assert len(torch.autograd.grad(o, [x, *block.parameters()], torch.empty_like(o))) == 12
+
+
+def test_the_index_is_timed_beside_dense_attention_and_the_default() -> None:
+    sizes = dict(T=128, Hq=4, Hkv=2, D=16, Dv=16, dtype=torch.float32, device="cpu")
+    names = ("dense", "default", "Di 16", "Di 16, no loss")
+    rows = index_layer.operators(sizes, names, 2)
+    assert [row["operator"] for row in rows] == [*names] and all(len(row["forward+backward"]) == 2 for row in rows)
+    dense, default, index, _ = index_layer.table(rows)
+    assert dense["forward"].endswith(")") and "(1.0x" in dense["forward"] and ", 1.000)" in default["forward"]
+    assert index["heads"] == "4/2" and index["GiB"] > 0
+    for variant in index_layer.variants(sizes, names[2:]):
+        assert variant.sets[0]["k_index"].shape == (1, 128, 2, 16)
+        with torch.no_grad():
+            assert isinstance(variant.attend(**variant.sets[0]), torch.Tensor)
+        assert isinstance(variant.attend(**variant.sets[0]), tuple) == (variant.name == "Di 16")
+
+
+def test_a_layer_of_minimax_is_timed_beside_those_of_transformers() -> None:
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, index_n_heads=2)
+    sizes |= dict(index_head_dim=8, index_topk_blocks=3, index_block_size=16)
+    layers = {name: minimax_layer.layer(name, "cpu", torch.float64, **sizes) for name in minimax_layer.KINDS}
+    own, sdpa, dense = minimax_layer.measure(128, layers, 2)
+    assert [len(row["forward"]) for row in (own, sdpa, dense)] == [2, 2, 2] and own["differs"] < 1e-12
+    q = [layer.q_proj.weight for layer in layers.values()]
+    assert torch.equal(q[0], q[1]) and torch.equal(q[0], q[2]) and layers["dense"].indexer is None

@@ -27,7 +27,9 @@ def dense_model(**options: object) -> PreTrainedModel:
 
     sizes = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8)
     sizes |= dict(num_key_value_heads=2, intermediate_size=16, dense_intermediate_size=48, shared_intermediate_size=16)
-    sizes |= dict(mlp_layer_types=["dense"] * 3, rotary_dim=4, index_n_heads=2, index_head_dim=8, index_topk_blocks=3)
+    sizes |= dict(
+        mlp_layer_types=["dense"] * 3, partial_rotary_factor=0.5, index_n_heads=2, index_head_dim=8, index_topk_blocks=3
+    )
     sizes |= dict(index_block_size=16, layer_types=["full_attention", *["minimax_m3_sparse"] * 2])
     sizes |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.2)
     config = minimax_m3_vl.MiniMaxM3VLTextConfig(**sizes | options, attn_implementation="sdpa")
@@ -64,7 +66,7 @@ def test_logits_lists_and_gradients(models: tuple[PreTrainedModel, PreTrainedMod
     with _Calls():
         model(ids)
     assert len(chosen) == 2 and all(torch.equal(x.long(), y) for x, y in zip(chosen, expected, strict=True))
-    logits = [each(ids).logits for each in models]
+    logits = [each.train()(ids).logits for each in models]
     torch.testing.assert_close(*logits, **CLOSE)
     for x in logits:
         x.square().sum().backward()

@@ -49,7 +49,7 @@ class NSAMiniMaxM3Attention(nn.Module if modeling is None else modeling.MiniMaxM
             NotImplementedError: padding in front of tokens, packed sequences, attention weights, dropout.
         """
         cache = options.pop(CACHE, options.pop("past_key_values", None))
-        check_options(options | {"dropout": self.attention_dropout if self.training else None})
+        check_options(options | {"dropout": self.training and self.attention_dropout or None})
         _check_mask(attention_mask)
         rows, index = hidden_states.shape[:-1], self.indexer
         q, k, v = (f(hidden_states).view(*rows, -1, self.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
