@@ -9,16 +9,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hf_cases import CLOSE, MARKS, VOCABULARY, padded, plain, tokens
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from nsa_layer import reference
+from nsa_layer.call import Call
 from nsa_layer.integrations.hf import minimax, use_nsa_kernels
 from nsa_layer.integrations.hf.minimax import NSAMiniMaxM3Attention
 from nsa_layer.integrations.hf.models import CACHE
 from nsa_tools.index_training import _Calls
+from nsa_tools.testing.assertions import assert_sequence_choice, rounding_error, rounding_of_scores
 
 if minimax.modeling is None:
     pytest.skip("transformers without minimax_m3_vl", allow_module_level=True)
 pytestmark = MARKS
+DEVICE = "cuda"  # of tests of the kernels
+LARGE = dict(num_hidden_layers=2, layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense"] * 2)
+LARGE |= dict(num_attention_heads=32, head_dim=128, index_head_dim=128, index_topk_blocks=16, index_block_size=128)
 
 
 def dense_model(**options: object) -> PreTrainedModel:
@@ -118,3 +124,87 @@ def test_models_that_have_no_such_layers_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(minimax, "modeling", None)
     with pytest.raises(NotImplementedError, match="a release of transformers with minimax_m3_vl"):
         use_nsa_kernels(SimpleNamespace())
+
+
+@pytest.fixture
+def on_gpu() -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+    """transformers' model in bf16, with attention's and the index' real sizes but for fewer heads, a copy on the
+    kernels, and one in fp64."""
+    own = dense_model(**LARGE)
+    with torch.no_grad():
+        for each in own.model.layers:
+            each.self_attn.q_norm.weight.fill_(2.0)  # attention that is not close to a mean
+    own = own.to(DEVICE, torch.bfloat16)
+    return own, use_nsa_kernels(deepcopy(own)), deepcopy(own).double()
+
+
+def replay(model: PreTrainedModel, lists: list[torch.Tensor]) -> None:
+    """Let the sparse layer of transformers attend to these blocks [B, Hkv, T, n], call after call."""
+    left = iter(lists)
+    model.model.layers[1].self_attn.indexer.forward = lambda *_, **__: next(left)
+
+
+def assert_near(name: str, got: torch.Tensor, straight: torch.Tensor, exact: torch.Tensor) -> None:
+    """Off by twice what transformers' layers in bf16 are off, and rounding, at most."""
+    assert got.isfinite().all() and got.shape == exact.shape, name
+    error, of_straight = ((x.double() - exact).abs().max().item() for x in (got, straight))
+    limit = 2 * of_straight + rounding_error(got.dtype, got.dtype, exact.abs().max().item())
+    assert error <= limit, f"{name}: {error:.3g} > {limit:.3g}"
+
+
+@pytest.mark.gpu
+def test_kernels(on_gpu: tuple[PreTrainedModel, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists, logits and gradients of 2,600 tokens, in training."""
+    own, model, _ = on_gpu
+    ids, chosen = tokens(1, 2600).to(DEVICE), []
+    (expected,) = listed(own, lambda: own(ids))
+    monkeypatch.setattr("nsa_tools.index_training._coverage", lambda *call: chosen.append(call))
+    with _Calls():
+        model(ids)
+    ((call, lists),) = chosen
+    assert isinstance(call, Call) and call.spec.backend == ("cute" if DEVICE == "cuda" else "eager")
+    q_index, k_index = (x[0].detach().double() for x in (call.q_index, call.k_index))
+    scores = reference.index_selection(q_index, k_index, config=call.config, softmax_scale=1.0)
+    near = 2 * rounding_of_scores(q_index, k_index, 1.0, torch.finfo(torch.float32).eps)
+    allowed = torch.full_like(scores.values, near)
+    assert_sequence_choice("against transformers", lists[0], expected[0].int(), scores, allowed)
+    for each in (own, on_gpu[2]):
+        replay(each, [lists.transpose(1, 2).long()])
+    logits = [each.train()(ids).logits for each in (model, own, on_gpu[2])]
+    assert_near("logits", *logits)
+    do = torch.randn_like(logits[0])
+    for x in logits:
+        x.backward(do.to(x.dtype))
+    for (name, x), y, z in zip(model.named_parameters(), own.parameters(), on_gpu[2].parameters(), strict=True):
+        assert "indexer" in name or z.grad is not None, name
+        if z.grad is None:
+            assert x.grad is None or not x.grad.any(), name
+        else:
+            assert_near(name, x.grad, y.grad, z.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, "static"])
+def test_cached_tokens_on_the_kernels(on_gpu: tuple[PreTrainedModel, ...], kind: str | None) -> None:
+    """A prompt in chunks, and 64 greedy tokens, each of which no other one exceeds by more than rounding."""
+    own, model, exact = on_gpu
+    prompt, steps, lists, logits = 2060, 64, [], []
+    options = dict(max_new_tokens=steps, do_sample=False, cache_implementation=kind, disable_compile=True)
+    text = model.generate(tokens(2, prompt).to(DEVICE), **options)
+    own.model.layers[1].self_attn.indexer.register_forward_hook(lambda *call: lists.append(call[-1]))
+    ends = 0, 1000, *range(prompt, prompt + steps)
+    for each in (own, exact, model):
+        static = dict(config=each.config, max_cache_len=prompt + steps)
+        cache = StaticCache(**static) if kind else DynamicCache(config=each.config)
+        if each is exact:
+            replay(exact, lists)
+        with torch.no_grad():
+            parts = [each(text[:, a:b], **{CACHE: cache}).logits for a, b in zip(ends, ends[1:])]
+        logits.append(torch.cat(parts, dim=1))
+    straight, truth, got = logits
+    assert len(lists) == len(ends) - 1
+    assert_near("logits", got, straight, truth)
+    behind = truth[:, prompt - 1 :]
+    short = behind.max(-1).values - behind.gather(-1, text[:, prompt:, None])[..., 0]
+    rounding = 2 * (straight - truth).abs().max() + rounding_error(got.dtype, got.dtype, truth.abs().max().item())
+    assert text.shape == (2, prompt + steps) and (short <= 2 * rounding).all()
