@@ -28,9 +28,9 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from nsa_layer import NSAConfig, nsa
-from nsa_tools.measure import decode_steps
+from nsa_tools.measure import decode_steps, timed_calls
 from nsa_tools.measure.peak_memory import peak_bytes
-from nsa_tools.measure.timed_calls import BOTH, FORWARD, Attend, Step, Timer, Variant, dense_attention, forward_of
+from nsa_tools.measure.timed_calls import BOTH, FORWARD, Attend, Step, dense_attention
 from nsa_tools.measure.timing import interleaved
 from nsa_tools.shape import Shape
 
@@ -72,17 +72,13 @@ def main() -> None:
 
 def operators(sizes: dict, names: Iterable[str], repeats: int) -> list[dict]:
     """A row for each operator: timings by direction, and a step's peak."""
-    timers, device, dense_once = {}, sizes["device"], sizes["T"] >= ONCE
-    for variant in variants(sizes, names):
-        once = variant.name == "dense" and dense_once
-        steps = [Step(variant, forward_too=once)]
-        timers[variant.name] = steps if once else [Timer(forward_of(variant), FORWARD), *steps]
+    device, steps = sizes["device"], steps_of(sizes, names)
+    once = {"dense"} if sizes["T"] >= ONCE else set()
+    timers = {name: [make() for _, make in timed_calls.timers(x, graph=False, once=name in once)] for name, x in steps}
     found, peaks = defaultdict(list), {}
     for repeat in tqdm(range(1 + repeats), desc=f"{sizes['T']:,} tokens", leave=False):
         for name, of_name in timers.items():
-            if name == "dense" and dense_once and repeat != 1:
-                continue
-            for timer in of_name:
+            for timer in of_name if name not in once or repeat == 1 else ():
                 taken: dict[str, float] = {}
                 peaks[name] = peak_bytes(lambda: taken.update(timer.take(device)), device) / (1 << 30)
                 for direction, ms in taken.items() if repeat else ():
@@ -91,24 +87,23 @@ def operators(sizes: dict, names: Iterable[str], repeats: int) -> list[dict]:
     return [size | dict(operator=x, peak=peaks[x]) | {way: found[x, way] for way in (FORWARD, BOTH)} for x in timers]
 
 
-def variants(sizes: dict, names: Iterable[str]) -> list[Variant]:
+def steps_of(sizes: dict, names: Iterable[str]) -> list[tuple[str, Step]]:
     """The operators, on the same tensors."""
-    shape = Shape(**sizes, B=1, config=NSAConfig(), index=(sizes["Hkv"], max(DIMS)), data="smooth")
-    inputs, do, made = shape.inputs(), shape.output_gradient(), []
+    shape = Shape(**sizes, B=1, config=NSAConfig(), index_dim=max(DIMS), data="smooth")
+    inputs, do, steps = shape.inputs(), shape.output_gradient(), []
     qkv = {name: inputs[name] for name in "qkv"}
     for name in names:
         if name == "dense":
-            dense = dense_attention(shape.device, {})
-            short = {x: qkv[x][:, :1024].detach().requires_grad_() for x in qkv}
-            Step(Variant(name, dense, [short], do[:, :1024]))()  # compiles its kernels
-            made.append(Variant(name, dense, [qkv], do))
+            attend, tensors = dense_attention(shape.device, {}), qkv
+            Step(attend, [{x: qkv[x][:, :1024].detach().requires_grad_() for x in qkv}], do[:, :1024])()  # compiles
         elif name == "default":
-            made.append(Variant(name, operator(NSAConfig()), [qkv | dict(gate_weight=inputs["gate_weight"])], do))
+            attend, tensors = operator(NSAConfig()), qkv | dict(gate_weight=inputs["gate_weight"])
         else:
             Di, config = int(name.split(",")[0][3:]), INDEX.replace(deterministic="deterministic" in name)
             index = {x: inputs[x][..., :Di].detach().contiguous().requires_grad_() for x in ("q_index", "k_index")}
-            made.append(Variant(name, operator(config, loss="no loss" not in name), [qkv | index], do))
-    return made
+            attend, tensors = operator(config, loss="no loss" not in name), qkv | index
+        steps.append((name, Step(attend, [tensors], do)))
+    return steps
 
 
 def operator(config: NSAConfig, loss: bool = False) -> Attend:
@@ -137,9 +132,10 @@ def of(row: dict) -> tuple:
 
 def steps(sizes: dict, rate: float, repeats: int) -> list[dict]:
     """A row for each way to choose, with dense attention's times beside."""
-    rows, own, one = [], (sizes["Hkv"], 32), (1, 32)
-    for name, config, index in (("default", NSAConfig(), None), ("own keys", INDEX, own), ("one key", INDEX, one)):
-        shape = Shape(**sizes, config=config, index=index, backward=False)
+    rows, ways = [], {"default": NSAConfig(), "own keys": INDEX, "one key": INDEX}
+    for name, config in ways.items():
+        index = dict(index_dim=32, one_key=name == "one key") if config is INDEX else {}
+        shape = Shape(**sizes, config=config, **index, backward=False)
         step = decode_steps.measure(shape, "cute", repeats=repeats)
         bound = step.bytes / rate * 1e6
         row = dict(T=sizes["T"], heads=f"{sizes['Hq']}/{sizes['Hkv']}", batch=sizes["B"], keys=name, **step.us)

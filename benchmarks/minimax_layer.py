@@ -28,8 +28,8 @@ from transformers import AttentionInterface
 from transformers.models.minimax_m3_vl import MiniMaxM3VLTextConfig, modeling_minimax_m3_vl
 
 from nsa_layer.integrations.hf import use_nsa_kernels
-from nsa_tools.measure.peak_memory import peak_bytes
-from nsa_tools.measure.timed_calls import BOTH, FORWARD, dense_attention, is_out_of_memory
+from nsa_tools.measure.peak_memory import is_out_of_memory, peak_bytes
+from nsa_tools.measure.timed_calls import BOTH, FORWARD, dense_attention
 from nsa_tools.measure.timing import milliseconds
 from nsa_tools.shape import SMOOTH, smooth_
 

@@ -167,11 +167,11 @@ def test_the_index_is_timed_beside_dense_attention_and_the_default() -> None:
     dense, default, index, _ = index_layer.table(rows)
     assert dense["forward"].endswith(")") and "(1.0x" in dense["forward"] and ", 1.000)" in default["forward"]
     assert index["heads"] == "4/2" and index["GiB"] > 0
-    for variant in index_layer.variants(sizes, names[2:]):
-        assert variant.sets[0]["k_index"].shape == (1, 128, 2, 16)
+    for name, step in index_layer.steps_of(sizes, names[2:]):
+        assert step.sets[0]["k_index"].shape == (1, 128, 2, 16)
         with torch.no_grad():
-            assert isinstance(variant.attend(**variant.sets[0]), torch.Tensor)
-        assert isinstance(variant.attend(**variant.sets[0]), tuple) == (variant.name == "Di 16")
+            assert isinstance(step.attend(**step.sets[0]), torch.Tensor)
+        assert isinstance(step.attend(**step.sets[0]), tuple) == (name == "Di 16")
 
 
 def test_a_layer_of_minimax_is_timed_beside_those_of_transformers() -> None:

@@ -11,13 +11,13 @@ import torch
 from hf_cases import CLOSE, MARKS, VOCABULARY, padded, plain, tokens
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from nsa_layer import reference
 from nsa_layer.call import Call
 from nsa_layer.integrations.hf import minimax, use_nsa_kernels
 from nsa_layer.integrations.hf.minimax import NSAMiniMaxM3Attention
 from nsa_layer.integrations.hf.models import CACHE
 from nsa_tools.index_training import _Calls
-from nsa_tools.testing.assertions import assert_sequence_choice, rounding_error, rounding_of_scores
+from nsa_tools.testing.assertions import assert_sequence_choice, rounding_error
+from nsa_tools.testing.row_oracle import choice_scores
 
 if minimax.modeling is None:
     pytest.skip("transformers without minimax_m3_vl", allow_module_level=True)
@@ -163,11 +163,8 @@ def test_kernels(on_gpu: tuple[PreTrainedModel, ...], monkeypatch: pytest.Monkey
         model(ids)
     ((call, lists),) = chosen
     assert isinstance(call, Call) and call.spec.backend == ("cute" if DEVICE == "cuda" else "eager")
-    q_index, k_index = (x[0].detach().double() for x in (call.q_index, call.k_index))
-    scores = reference.index_selection(q_index, k_index, config=call.config, softmax_scale=1.0)
-    near = 2 * rounding_of_scores(q_index, k_index, 1.0, torch.finfo(torch.float32).eps)
-    allowed = torch.full_like(scores.values, near)
-    assert_sequence_choice("against transformers", lists[0], expected[0].int(), scores, allowed)
+    (sequence,) = call._replace(block_indices=lists).map(torch.Tensor.detach).sequences()
+    assert_sequence_choice("a layer", sequence.block_indices, expected[0].int(), *choice_scores(sequence))
     for each in (own, on_gpu[2]):
         replay(each, [lists.transpose(1, 2).long()])
     logits = [each.train()(ids).logits for each in (model, own, on_gpu[2])]
