@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py [check bandwidth layer longest] [--json FILE]
 
-32 query heads, 8 key/value heads, bf16, the default configuration, gated, forward and backward, smooth data. Times are
-the slowest rank's medians, variants in turn; a call of the layer is one of as many in a row as take a second, since a
-GPU at its power limit runs the first ones after a pause faster. "one GPU" is every GPU with a whole call of its own, at
-the same time; in a group "alone" no rank waits for another, and exchanges are copies of the same bytes. Communication
-that is not hidden is the time of a trace in which a GPU runs nothing but kernels of NCCL and copies, waits included.
+32 query heads, 8 key/value heads, bf16, the default configuration, gated, forward and backward, smooth data; with
+``--rule index`` the selected branch alone, by an index, with its loss. Times are the slowest rank's medians, variants
+in turn; a call of the layer is one of as many in a row as take a second, since a GPU at its power limit runs the first
+ones after a pause faster. "one GPU" is every GPU with a whole call of its own, at the same time; in a group "alone" no
+rank waits for another, and exchanges are copies of the same bytes. Communication that is not hidden is the time of a
+trace in which a GPU runs nothing but kernels of NCCL and copies, waits included.
 """
 
 from __future__ import annotations
@@ -46,17 +47,24 @@ Inputs = dict[str, torch.Tensor]
 Spans = list[tuple[float, float]]
 
 
-def shape_of(T: int, *, packed: int | None = None) -> Shape:
+def shape_of(args: argparse.Namespace, T: int, *, packed: int | None = None) -> Shape:
     """The call that is measured."""
-    static = dict(dtype=torch.bfloat16 if CUDA else torch.float32, device=DEVICE, config=NSAConfig())
+    static = dict(config=NSAConfig(), gate="weight")
+    if args.rule == "index":
+        config = NSAConfig(rule="index", branches=("selected",))
+        static = dict(config=config, gate="none", index_dim=args.index_dim, index_loss=True)
+    static |= dict(dtype=torch.bfloat16 if CUDA else torch.float32, device=DEVICE)
     lengths = None if packed is None else long_tailed(T, packed)
-    return Shape(T=T, B=1, lengths=lengths, **HEADS, **static, backward=True, gate="weight", data="smooth")
+    return Shape(T=T, B=1, lengths=lengths, **HEADS, **static, backward=True, data="smooth")
 
 
-def attend(inputs: Inputs, do: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
-    """o and the gradients of all inputs."""
-    o = nsa(**inputs, config=NSAConfig(), **options)
-    return o.detach(), *torch.autograd.grad(o, list(inputs.values()), do)
+def attend(shape: Shape, inputs: Inputs, do: torch.Tensor, **options: object) -> dict[str, torch.Tensor]:
+    """o, the loss of an index, and the gradients of all inputs."""
+    results = nsa(**inputs, **shape.options(), **options)
+    o, *losses = results if isinstance(results, tuple) else (results,)
+    grads = torch.autograd.grad([o, *losses], list(inputs.values()), [do, *map(torch.ones_like, losses)])
+    found = dict(o=o.detach()) | {f"d{name}": d for name, d in zip(inputs, grads)}
+    return found | {"index loss": loss.detach() for loss in losses}
 
 
 def parts_of(inputs: Inputs, do: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tuple[Inputs, torch.Tensor]:
@@ -114,17 +122,18 @@ def peak() -> int:
 
 def check(args: argparse.Namespace) -> Iterable[dict]:
     """Largest differences from one GPU, over the largest element, and the share of equal elements."""
-    for shape in (shape_of(args.check_tokens), shape_of(args.check_tokens, packed=5)):
-        dim, packed = (1, {}) if shape.lengths is None else (0, shape.packing())
+    for shape in (shape_of(args, args.check_tokens), shape_of(args, args.check_tokens, packed=5)):
+        dim = 1 if shape.lengths is None else 0
         whole, do = shape.inputs(), shape.output_gradient()
-        expected = attend(whole, do, **packed)
+        expected = attend(shape, whole, do)
         for name, cp in made(args.variants, args.groups).items():
             inputs, part_do = parts_of(whole, do, cp, dim=dim)
-            got = attend(inputs, part_do, cp=cp, **packed)
-            for what, x, y in zip(("o", *("d" + key for key in inputs)), got, expected, strict=True):
+            got = attend(shape, inputs, part_do, cp=cp)
+            for what, y in expected.items():
+                x = got[what]
                 if what == "dgate_weight":
                     dist.all_reduce(x)
-                else:
+                elif what != "index loss":
                     y = shard_sequence(y, cp, dim=dim)
                 error = ((x.double() - y.double()).abs().max() / y.double().abs().max()).item()
                 row = dict(tokens=shape.describe(), variant=name, tensor=what, error=agreed(error, dist.ReduceOp.MAX))
@@ -153,12 +162,12 @@ def layer(args: argparse.Namespace) -> Iterable[dict]:
     """Times of a call on one GPU and on all, and the communication that is not hidden."""
     for T in args.tokens:
         clear()
-        shape, ranks = shape_of(T), made(args.variants, args.groups)
+        shape, ranks = shape_of(args, T), made(args.variants, args.groups)
         whole, do = shape.inputs(), shape.output_gradient()
         parts = parts_of(whole, do, next(iter(ranks.values())))
-        calls: dict[str, Callable[[], object]] = {ONE: partial(attend, whole, do)}
+        calls: dict[str, Callable[[], object]] = {ONE: partial(attend, shape, whole, do)}
         for name, cp in ranks.items():
-            call = partial(attend, *parts, cp=cp)
+            call = partial(attend, shape, *parts, cp=cp)
             calls[name] = without_peers()(call) if dist.get_backend(cp.group) == "fake" else call
         counts = {}
         for name, call in calls.items():
@@ -214,9 +223,9 @@ def longest(args: argparse.Namespace) -> Iterable[dict]:
             fits, ms = True, 0.0
             try:
                 if cp is not None or dist.get_rank() == 0:
-                    inputs, do = shape_of(T).inputs(), shape_of(T).output_gradient()
-                    options = {} if cp is None else {"cp": cp}
-                    ms = milliseconds(lambda: attend(inputs, do, **options), DEVICE)
+                    shape = shape_of(args, T)
+                    inputs, do, options = shape.inputs(), shape.output_gradient(), {} if cp is None else {"cp": cp}
+                    ms = milliseconds(lambda: attend(shape, inputs, do, **options), DEVICE)
             except torch.OutOfMemoryError:
                 fits = False
             inputs = do = None
@@ -271,6 +280,7 @@ def main() -> None:
     found: dict[str, object] = dict(
         command="torchrun benchmarks/context_parallel.py " + " ".join(args.parts), ranks=dist.get_world_size()
     )
+    found |= dict(rule=args.rule, index_dim=args.index_dim) if args.rule == "index" else {}
     if CUDA:
         found |= dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, nccl=str(torch.cuda.nccl.version()))
     for name in args.parts:
@@ -292,6 +302,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write what was found to this file, as it is found")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["own"], help="see GROUPS; alone is for times")
+    parser.add_argument("--rule", choices=("nsa", "index"), default="nsa", help="of NSAConfig")
+    parser.add_argument("--index-dim", type=int, default=32, help="of q_index and k_index, with --rule index")
     parser.add_argument("--check-tokens", type=int, default=16384)
     parser.add_argument("--bytes", type=int, nargs="+", default=[1 << 24, 1 << 27, 1 << 31], help="that a GPU sends")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 18, 1 << 20])

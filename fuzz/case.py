@@ -18,7 +18,7 @@ PATTERNS = (
 LAUNCHES = ("left to right", "right to left", "longest first", "shuffled")
 FORMS = ("padded", "compact", "stacked", "ragged")
 KEPT = ("batch", "rows", "pages")  # ways to keep sequences in caches
-CALLS = ("nsa", "selected_attention", "unshard_sequence")  # that ranks share
+CALLS = ("nsa", "index", "selected_attention", "unshard_sequence")  # that ranks share
 # What rank 1 of two gives otherwise, for each of these calls.
 DIFFERENCES = ("", "cu_seqlens", "tokens", "class", "option", "tiles")
 OPTIONS = ("score_mod", "softcap", "sink", "seqused")  # of an attention call

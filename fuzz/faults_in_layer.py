@@ -100,6 +100,8 @@ faults(
      given(ragged=("block_indices",))),
     ("parts not compared", SAME_ON_RANKS, "ranks", "Parts of other shapes are put together.",
      instead(lambda original, *args, **more: None if "dim" in more else original(*args, **more))),
+    ("loss of one rank", "nsa_layer.context_parallel.attend:sum_over_ranks", "ranks",
+     "A rank's index loss is that of its own queries or heads.", instead(lambda original, x, cp: x)),
     ("page twice", "nsa_layer.cached_call:check_slots", WRONG, "A sequence may have a page twice.", without("twice")),
     ("shared page written", "nsa_layer.cached_call:check_slots", WRONG,
      "A sequence may write where another one has tokens.", without("another has tokens")),

@@ -24,8 +24,8 @@ def in_shards(attend: Attend, shards: Sequence[QueryShard]) -> Attend:
         shards: which together are all queries; in a batch those of one shard have one length.
     """
 
-    def joined(call: Call) -> tuple[Tensor, Aux]:
-        spec, q, gates, block_indices = call.spec, call.q, call.gates, call.block_indices
+    def joined(call: Call) -> tuple[Tensor, Aux, Tensor | None]:
+        spec, q, block_indices = call.spec, call.q, call.block_indices
         lengths = spec.lengths or [q.shape[1]] * len(q)
         tile = spec.config.q_tile
         found = []
@@ -34,17 +34,15 @@ def in_shards(attend: Attend, shards: Sequence[QueryShard]) -> Attend:
             if spec.lengths is None:
                 own = spec
             listed = [(first // tile, -(-end // tile)) for first, end in shard]
-            cut = [
-                x if x is None else _at_rows(x, _rows(bounds, sizes, spec.lengths is not None))
-                for x, bounds, sizes in (
-                    (q, shard, lengths),
-                    (gates, shard, lengths),
-                    (block_indices, listed, [spec.config.num_tiles(length) for length in lengths]),
-                )
-            ]
+            rows = {"block_indices": (listed, [spec.config.num_tiles(length) for length in lengths])}
+            rows |= dict.fromkeys(("q", "gates", "q_index"), (shard, lengths))
+            cut = {
+                name: _at_rows(x, _rows(*of, spec.lengths is not None))
+                for name, of in rows.items()
+                if (x := getattr(call, name)) is not None
+            }
             offset = torch.tensor([first for first, _ in shard], dtype=torch.int32, device=q.device)
-            more = dict(q=cut[0], gates=cut[1], block_indices=cut[2], q_offset=offset)
-            found.append(attend(call._replace(**more, cu_seqlens=None, spec=own)))
+            found.append(attend(call._replace(**cut, q_offset=offset, cu_seqlens=None, spec=own)))
         # The shards' rows one after the other, and back to the order of all queries.
         order = torch.cat([_rows(s, lengths, spec.lengths is not None).to(q.device) for s in shards], dim=-1)
         back = order.argsort(dim=-1)
@@ -56,8 +54,15 @@ def in_shards(attend: Attend, shards: Sequence[QueryShard]) -> Attend:
 
         auxes = [aux for _, aux, *_ in found]
         lists = block_indices if block_indices is not None else whole([aux.block_indices for aux in auxes])
-        lses = [whole([getattr(aux, name) for aux in auxes], True) for name in ("lse_cmp", "lse_slc", "lse_swa")]
-        return whole([o for o, *_ in found]), Aux(lists, whole([aux.gates for aux in auxes]), *lses)
+        lses = {
+            name: whole([getattr(aux, name) for aux in auxes], True)
+            for name in ("lse_cmp", "lse_slc", "lse_swa")
+            if getattr(auxes[0], name) is not None
+        }
+        aux = Aux(
+            **dict.fromkeys(vars(auxes[0])) | lses | dict(block_indices=lists, gates=whole([a.gates for a in auxes]))
+        )
+        return whole([o for o, *_ in found]), aux, sum(s for *_, s in found) if spec.index_loss else None
 
     return joined
 
@@ -76,10 +81,10 @@ def _at_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x[rows] if rows.dim() == 1 else x[torch.arange(len(x), device=x.device)[:, None], rows]
 
 
-def attend(call: Call, *, backend: str) -> tuple[Tensor, Aux]:
+def attend(call: Call, *, backend: str) -> tuple[Tensor, Aux, Tensor | None]:
     """The operator with gradients."""
     spec = replace(call.spec, backend=backend)
     if call.q_offset is not None and call.block_indices is None:
         require_choice_by_token(spec.config)
     starts = None if spec.lengths_k is None else starts_of_lengths(spec.lengths_k)
-    return operators.attend(call._replace(cu_seqlens_k=starts, spec=spec))[:2]
+    return operators.attend(call._replace(cu_seqlens_k=starts, spec=spec))

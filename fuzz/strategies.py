@@ -258,7 +258,7 @@ def ranks(draw: st.DrawFn) -> Ranks:
     first = draw(st.none() | cuts)
     differs = draw(st.sampled_from(cases.DIFFERENCES))
     second = None
-    if call == "nsa" and differs == "tiles" or call == "unshard_sequence" and differs not in ("", "tokens"):
+    if call in ("nsa", "index") and differs == "tiles" or call == "unshard_sequence" and differs not in ("", "tokens"):
         differs = ""
     if call != "unshard_sequence" and draw(st.booleans()):
         differs = "cu_seqlens"

@@ -88,7 +88,8 @@ def nsa(
         memory: the kernels' memory budget and recomputation; other backends ignore it.
         cp: ranks that share the sequences. Tensors of tokens are this rank's shard; rows of a compressed key or a tile
             are on the rank of its first token; ``cu_seqlens`` and weights are whole and the same on all ranks. Results
-            and gradients are this rank's: sum gradients of weights over the ranks.
+            and gradients are this rank's: sum gradients of weights over the ranks. An index' loss is that of all ranks,
+            with the gradient of this rank's part.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
         return_index_loss: also return the index' loss, a number in the accumulation dtype: over the chosen blocks that
             are not forced, KL(m / M | softmax of their scores), weighted by M / sum of M, where m is the selected
@@ -115,14 +116,15 @@ def nsa(
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
     check = partial(_check_flags, call, **options)
     if cp is not None:
-        return context_parallel.attend(nsa, cp, call, check, static, options)
-    check()
-    spec = check_inputs(call, **static, backend=backend, validate=validate)
-    call = support.on_backend(backend, call._replace(spec=spec))
-    if validate and call.q.is_cuda and torch.compiler.is_compiling():
-        assert_numbers(call, max_seqlen=max_seqlen)
-    with autocast.off(call.q.device):
-        o, aux, sums = operators.attend(call, memory=memory, return_aux=return_aux)
+        o, aux, sums = context_parallel.attend(cp, call, check, static, options)
+    else:
+        check()
+        spec = check_inputs(call, **static, backend=backend, validate=validate)
+        call = support.on_backend(backend, call._replace(spec=spec))
+        if validate and call.q.is_cuda and torch.compiler.is_compiling():
+            assert_numbers(call, max_seqlen=max_seqlen)
+        with autocast.off(call.q.device):
+            o, aux, sums = operators.attend(call, memory=memory, return_aux=return_aux)
     if call.q_index is not None and not any(x is not None and x.requires_grad for x in call.differentiable[:-2]):
         o = o.detach()  # an index has gradients of the loss alone: without others, the layers behind save nothing
     results = [o, aux] if return_aux else [o]
@@ -193,7 +195,8 @@ def selected_attention(
     options = dict(backend=backend, return_lse=return_lse, validate=validate)
     check = partial(_check_flags, call, **options)
     if cp is not None:
-        return context_parallel.attend(selected_attention, cp, call, check, static, options)
+        o, lse, _ = context_parallel.attend(cp, call, check, static, options)
+        return (o, lse.detach()) if return_lse else o
     check()
     spec = check_selected(call, **static, backend=backend, validate=validate)
     call = support.on_backend(backend, call._replace(spec=spec))

@@ -12,7 +12,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.call import DIFFERENTIABLE, Call, CallSpec
-from nsa_layer.config import BRANCHES, LARGEST, WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
+from nsa_layer.config import LARGEST, WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_KEPT = 1024
@@ -294,15 +294,6 @@ def require_config(config: object) -> None:
     """Raise TypeError unless it is an `NSAConfig`."""
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
-
-
-def require_published(config: NSAConfig, asked: str) -> None:
-    """Raise NotImplementedError for what `nsa` alone does so far: an index, or branches left out."""
-    if config.rule == "index" or config.branches != BRANCHES:
-        raise NotImplementedError(
-            f"{asked} with rule={config.rule!r}, branches={config.branches}: `nsa` alone has an index, or leaves out "
-            "branches, so far; use rule='nsa' and all branches"
-        )
 
 
 def check_exclusive(call: Any) -> None:

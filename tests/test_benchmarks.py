@@ -140,13 +140,19 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Namespac
         dist.destroy_process_group()
 
 
-def test_ranks_are_timed_beside_ranks_alone(one_rank: Callable[..., Namespace]) -> None:
-    given = one_rank(["layer", "--tokens", "64", "--variants", "heads", "--groups", "own", "alone", "--repeats", "2"])
+@pytest.mark.parametrize("rule", ["nsa", "index"])
+def test_ranks_are_timed_beside_ranks_alone(one_rank: Callable[..., Namespace], rule: str) -> None:
+    arguments = ["layer", "--tokens", "64", "--variants", "heads", "--groups", "own", "alone", "--repeats", "2"]
+    given = one_rank([*arguments, "--rule", rule, "--index-dim", "4", "--check-tokens", "1024"])
     rows = list(ranks.layer(given))
     assert [row["variant"] for row in rows] == [ranks.ONE, "heads", "heads, alone"]
     assert rows[0]["of_one"] == 1 and all(row["each_ms"] == [row["ms"]] for row in rows)
     assert all(len(row["timings_ms"]) == 2 and row["in_a_row"] == 1 for row in rows)
     assert "heads, alone" in ranks.table(rows)
+    given.groups = ["own"]
+    compared = [row["tensor"] for row in ranks.check(given) if row["error"] < 1e-5]
+    of_rule = ("dq_index", "dk_index", "index loss") if rule == "index" else ("dgate_weight",)
+    assert sorted(compared) == sorted(2 * ("o", "dq", "dk", "dv", *of_rule))  # a batch, and packed
     count = []
     assert ranks.in_a_row(lambda: count.append(0), 5)[0] > 0 and len(count) == 5
 

@@ -21,6 +21,7 @@ from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, unsha
 
 SECONDS = 8.0  # for which a rank waits for the other one, on a machine with other work to do
 CONFIG = NSAConfig(block_size=4, block_counts=3, window_size=4)
+INDEX = CONFIG.replace(rule="index", branches=("selected",), init_blocks=0, local_blocks=1)
 
 
 class Special(torch.Tensor):
@@ -78,6 +79,12 @@ def _call(cp: ContextParallel, case: Ranks) -> None:
         given["validate"] = True
     if other == "option":
         given["validate"] = "yes"
+    if case.call == "index":
+        _, loss = nsa(**given, config=INDEX, q_index=k, k_index=k[..., :1, :], return_index_loss=True)
+        losses: list[Any] = [None] * cp.size
+        dist.all_gather_object(losses, loss.item(), group=cp.group)
+        assert losses[0] == losses[1], f"the index' loss of one call is {losses} on its ranks"
+        return
     if case.call == "nsa":
         nsa(**given, config=CONFIG)
         return

@@ -6,44 +6,45 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nsa_layer import autocast, support
-from nsa_layer.call import Call
-from nsa_layer.checks import require_published, starts_of_lengths
+import torch
+
+from nsa_layer import autocast, operators, support
+from nsa_layer.call import Aux, Call
+from nsa_layer.checks import assert_numbers
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, check_same_on_all_ranks, check_shard
 from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.transport import sum_over_ranks
+from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.operators.registration import dispatcher_sees
 
+Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on "gather" was measured to be faster than "heads"
 RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks have the rows whose first tokens they have
 
 
 def attend(
-    function: Callable[..., Any],
     cp: ContextParallel,
     call: Call,
     check_options: Callable[[], None],
     static: dict[str, Any],
     options: dict[str, Any],
-) -> Any:
-    """`nsa` or `selected_attention` of a rank's tokens.
+) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
+    """`operators.attend` of a rank's tokens, with the sums of an index' loss over all ranks; a rank's gradient of them
+    is that of its part.
 
     Args:
-        function: one of the two.
         call: this rank's tensors.
         check_options: checks `options`.
-        static: the function's arguments that say what is computed.
-        options: its other arguments.
+        static: the arguments of `nsa`, or of `selected_attention`, that say what is computed.
+        options: their other arguments.
 
     Raises:
         TypeError, ValueError, RuntimeError: as of `check_same_on_all_ranks` and `check_shard`.
-        NotImplementedError: an index, or branches left out; the mode does not do this; or a graph would have to know
-            lengths of packed sequences.
+        NotImplementedError: the mode does not do this; or a graph would have to know lengths of packed sequences.
     """
     alone, config = "block_size" in static, static.get("config")
-    if isinstance(config, NSAConfig):
-        require_published(config, "cp")
     check = partial(check_shard, call, cp, **static)
     arguments = call.arguments() | static | options
     check_same_on_all_ranks(cp, [check_options, check], ragged=() if alone else RAGGED, **arguments)
@@ -57,16 +58,24 @@ def attend(
     kinds = [kind for name, kind in KINDS.items() if getattr(call, name) is not None] + [TILES] * (more and not alone)
     if missing := [kind for kind in kinds if kind not in layouts]:
         raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {missing[0]}")
-    call = call._replace(spec=spec)
-    if gathers:
-        with autocast.off(call.q.device):
-            o, rest = gather.attend_shard(cp, support.on_backend(backend, call), options.get("memory"), return_aux=more)
-        return (o, rest) if more else o
-    if spec.lengths is not None:  # starts on a GPU are not read twice
-        call = call._replace(cu_seqlens=starts_of_lengths(spec.lengths))
-    if not alone:
-        options = options | dict(memory=heads.memory_of_steps(call, layouts[TOKENS], cp, options["memory"]))
-    return heads.attend_heads(partial(function, **static, **options), cp, call, layouts)
+    call, memory = support.on_backend(backend, call._replace(spec=spec)), options.get("memory", MemoryPolicy())
+    if call.k_index is not None:  # lists may share one key; heads are exchanged, and computed, apart
+        call = call._replace(k_index=call.k_index.expand(*call.k.shape[:-1], -1))
+
+    def attend_whole(call: Call) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
+        """A call of all tokens and some heads."""
+        if options["validate"] and call.q.is_cuda and torch.compiler.is_compiling():
+            assert_numbers(call, max_seqlen=static.get("max_seqlen"))
+        o, rest, sums = operators.attend(call, memory=memory, return_aux=more)
+        return o, rest if more else None, sums
+
+    with autocast.off(call.q.device):
+        if gathers:
+            o, rest, sums = gather.attend_shard(cp, call, memory, return_aux=more)
+        else:
+            memory = heads.memory_of_steps(call, layouts[TOKENS], cp, memory)
+            o, rest, sums = heads.attend_heads(attend_whole, cp, call, layouts)
+        return o, rest, sums if sums is None else sum_over_ranks(sums, cp)
 
 
 def auto_gathers(cp: ContextParallel, call: Call, config: NSAConfig | None, backend: str | None) -> bool:

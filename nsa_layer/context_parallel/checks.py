@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +16,7 @@ from nsa_layer.checks import (
     check_inputs,
     check_kind_of_lists,
     check_lengths,
-    check_lists,
     check_qkv,
-    check_scale,
     check_selected,
     check_starts,
     require_config,
@@ -33,7 +32,7 @@ MOST_KEPT = 1024
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
 # Kinds of rows of a tensor; a tile of one query is a token.
-KINDS = dict.fromkeys(("q", "k", "v", "gates", "k_win", "v_win"), TOKENS)
+KINDS = dict.fromkeys(("q", "k", "v", "gates", "k_win", "v_win", "q_index", "k_index"), TOKENS)
 KINDS |= dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=TILES)
 # Descriptions that all ranks of a group had: an equal call of tensors on a GPU is not compared again.
 _compared: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
@@ -131,11 +130,10 @@ def check_shard(
     require_config(config)
     if config.q_tile == 1:
         layouts[TILES] = tokens
-    if packed and (torch.compiler.is_compiling() or not read):
-        scale, listed = check_scale(static["softmax_scale"], q.shape[-1]), call.block_indices is not None
-        spec = CallSpec(config, static["causal"], scale, listed=listed, alone=alone)
-        check_lists(call._replace(spec=spec))
-        return spec, layouts
+    checked = check_selected if alone else check_inputs
+    if packed and (torch.compiler.is_compiling() or not read):  # as a call of this rank's tokens
+        spec = checked(call, **static, backend="cute", validate=False)
+        return replace(spec, bound=static.get("max_seqlen")), layouts
     lengths = whole_lengths(starts, q, cp) if packed else (tokens.total,)
     if call.k_cmp is not None or call.v_cmp is not None:
         layouts[BLOCKS] = block_layout(tokens, lengths, config.span, config.stride)
@@ -158,7 +156,7 @@ def check_shard(
 
     stand_ins = {name: whole(name, getattr(call, name)) for name in (*WEIGHTS, *KINDS)}
     stand_ins["cu_seqlens"] = starts_of_lengths(lengths) if packed else None
-    return (check_selected if alone else check_inputs)(call._replace(**stand_ins), **static), layouts
+    return checked(call._replace(**stand_ins), **static), layouts
 
 
 def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -> ListConfig:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer import autocast
-from nsa_layer.call import DIFFERENTIABLE, LSES, TENSORS, Aux, Call, Saved, require_choice_by_token
+from nsa_layer.call import LSES, TENSORS, Aux, Call, Saved, require_choice_by_token
 from nsa_layer.checks import starts_of_lengths
-from nsa_layer.context_parallel.gather_loop import FIELDS, WINDOW_KEYS, GatherLoop
+from nsa_layer.context_parallel.gather_loop import FIELDS, SUMS, WINDOW_KEYS, GatherLoop, without_index
 from nsa_layer.context_parallel.layout import resized
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import CP, static_of
@@ -29,9 +29,9 @@ Tensor = torch.Tensor
 
 
 def attend_shard(
-    cp: ContextParallel, call: Call, memory: MemoryPolicy | None, *, return_aux: bool
-) -> tuple[Tensor, Aux | Tensor | None]:
-    """`nsa` on a rank's queries, or `selected_attention`, which gives the LSE; checked arguments.
+    cp: ContextParallel, call: Call, memory: MemoryPolicy, *, return_aux: bool
+) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
+    """`operators.attend` of a rank's queries, without what is not asked for; checked arguments.
 
     Args:
         call: this rank's tensors, and the spec of the whole call.
@@ -57,19 +57,22 @@ def attend_shard(
     if packed:  # read when the call runs: a copy, since the caller may refill its own
         starts = starts_of_lengths(spec.lengths) if spec.lengths else call.cu_seqlens.to("cpu", copy=True)
     call = call._replace(cu_seqlens=starts)
-    if spec.backend == "cute" and not call.alone:
+    if spec.backend == "cute" and not call.one_branch:
         kept = kept_of_shard(call, total, memory, queries=q.shape[-3])
     static = (*static_arguments(spec).values(), kept, call.needs_grad, *static_of(cp))
     o, *saved = _Attend.apply(static, *call.tensors)
+    sums = torch.stack(saved[SUMS::FIELDS]).sum(0) if spec.index_loss else None
     if not return_aux:
-        return o, None
+        return o, None, sums
     width = config.list_width(total)
     joined = partial(_joined, saved, len(cp.chunks))
     lses = {name: joined(name, -1) for name in LSES.values()}
     if call.alone:
-        return o, lses["lse_slc"]
-    lists = joined("block_indices", -3, width) if lists is None else None
-    return o, Saved(block_indices=lists, g=joined("g", -3), **lses).aux(call)
+        return o, lses["lse_slc"], None
+    lists, scores = (joined(name, -3, width) for name in ("block_indices", "index_scores"))
+    if scores is not None:
+        scores = scores.masked_fill(lists < 0, -torch.inf)
+    return o, Saved(block_indices=lists, index_scores=scores, g=joined("g", -3), **lses).aux(call), sums
 
 
 def kept_of_shard(
@@ -100,29 +103,32 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, static: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """o, and `Saved` of each step and shard."""
+        """o, and `Saved` of each step and shard, of which the sums of an index' loss have a gradient."""
         ctx.static, ctx.dispatched = static, dispatcher_sees(tensors[0])
         run = OPS.gather.default if ctx.dispatched else partial(_run, capacity=False)
         o, *saved = map(none_for_empty, run(list(tensors), *static))
         ctx.save_for_backward(*tensors, o if reads_output(static) else None, *saved)
         ctx.set_materialize_grads(False)
         outputs = [None if x is None else x.detach() for x in saved]
-        ctx.mark_non_differentiable(*(x for x in outputs if x is not None))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if x is not None and i % FIELDS != SUMS))
         return o, *outputs
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if do is None:
+    def backward(ctx: Any, do: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_sums = more[SUMS]  # that of every step and shard: their sums are added up
+        if do is None and d_sums is None:
             return (None,) * len(ctx.needs_input_grad)
+        if do is None:  # of the loss alone
+            q, _, v = ctx.saved_tensors[:3]
+            do = q.new_zeros(*q.shape[:-1], v.shape[-1])
         run = OPS.gather_backward.default if ctx.dispatched or dispatcher_sees(do) else _run_backward
         count, static = len(TENSORS), ctx.static
 
-        def gradients(do: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-            grads = run(do, list(saved[:count]), list(saved[count:]), *static)
-            return tuple(None if x is None else d for x, d in zip(saved, grads))
+        def gradients(do: Tensor, d_sums: Tensor | None, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+            return tuple(map(none_for_empty, run(do, d_sums, list(saved[:count]), list(saved[count:]), *static)))
 
         compute = gradients if torch.compiler.is_compiling() else partial(first_derivatives, gradients)
-        grads = compute(do, *ctx.saved_tensors)
+        grads = compute(do, d_sums, *ctx.saved_tensors)
         return None, *grads, *[None] * (count - len(grads))
 
 
@@ -142,17 +148,20 @@ def _run_fake(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:
     return [q.new_empty((*q.shape[:-1], v.shape[-1])), *saved]
 
 
-def _run_backward(do: Tensor, tensors: list[Tensor | None], saved: list[Tensor | None], *static: Any) -> list[Tensor]:
+def _run_backward(
+    do: Tensor, d_sums: Tensor | None, tensors: list[Tensor | None], saved: list[Tensor | None], *static: Any
+) -> list[Tensor]:
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
-        grads = GatherLoop(tensors, static).gradients(do, *saved)
+        grads = GatherLoop(tensors, static).gradients(do, d_sums, *saved)
     return [do.new_empty(0) if d is None else d for d in grads]
 
 
-def _run_backward_fake(do: Tensor, tensors: list[Tensor | None], *_: Any) -> list[Tensor]:
-    return [do.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors[: len(DIFFERENTIABLE)]]
+def _run_backward_fake(do: Tensor, d_sums: Tensor | None, tensors: list[Tensor | None], *_: Any) -> list[Tensor]:
+    call = Call(*tensors) if d_sums is not None else without_index(Call(*tensors))
+    return [do.new_empty(0) if x is None else x.new_empty(x.shape) for x in call.differentiable]
 
 
 STATIC = f"{CONFIG}, bool[] kept, bool backward, {CP}"
 differentiate(register(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake), _run)
-schema = f"gather_backward(Tensor do, Tensor?[] tensors, Tensor?[] saved, {STATIC}) -> Tensor[]"
+schema = f"gather_backward(Tensor do, Tensor? d_sums, Tensor?[] tensors, Tensor?[] saved, {STATIC}) -> Tensor[]"
 differentiate(register(schema, _run_backward, _run_backward_fake), _run_backward)

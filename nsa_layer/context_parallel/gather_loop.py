@@ -30,7 +30,7 @@ Fields = Sequence[Tensor | None]
 # Tokens for each other rank from which on exchanges are 1 % of the attention: they then alternate, which saves memory.
 OVERLAP_BELOW = 1 << 22
 BLOCK_KEYS, WINDOW_KEYS = ("k_cmp", "v_cmp"), ("k_win", "v_win")
-FIELDS = len(Saved._fields)
+FIELDS, SUMS = len(Saved._fields), Saved._fields.index("index_sums")
 
 
 class GatherLoop:
@@ -61,7 +61,7 @@ class GatherLoop:
         self.plans = [MemoryPlan(((0, end - first),), self.kept) for first, end in self.steps]  # all heads of a step
         self.ahead = int(self.tokens.total < OVERLAP_BELOW * (cp.size - 1))  # exchanges run beside attention
         # Rows of each tensor that is gathered, and the ranges that each rank's shards read.
-        self.layouts = dict.fromkeys(("k", "v", *WINDOW_KEYS), self.tokens)
+        self.layouts = dict.fromkeys(("k", "v", *WINDOW_KEYS, "k_index"), self.tokens)
         if call.k_cmp is not None or call.v_cmp is not None:
             self.layouts |= dict.fromkeys(BLOCK_KEYS, block_layout(self.tokens, lengths, config.span, config.stride))
         self.layouts = {
@@ -92,35 +92,40 @@ class GatherLoop:
             del keys, call
         return o, *saved
 
-    def gradients(self, do: Tensor, o: Tensor | None, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, do: Tensor, d_sums: Tensor | None, o: Tensor | None, *saved: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of the differentiable tensors; those of weights are this rank's part.
 
         Args:
+            d_sums: of the sums of each step and shard; None: an index has no gradients.
             o: of the selected branch alone on the kernels; else None.
         """
         exactly, pages = accumulation_dtype(do.dtype), support.pages(self.spec.backend)
         grads = self.call.map(lambda x: x.new_empty(x.shape), DIFFERENTIABLE)
         grads = grads.map(lambda x: x.new_zeros(x.shape, dtype=exactly), WEIGHTS)
-        d_keys = [{name: [] for name in self.layouts} for _ in self.steps]
+        if d_sums is None:
+            grads = without_index(grads)
+        d_keys = [{name: [] for name in self.layouts if getattr(grads, name) is not None} for _ in self.steps]
         for step, keys in self._exchanged(d_keys, grads):
             for i in reversed(range(len(self.shards))):
                 (call, rows), into = self._shard_call(step, i, keys), self._part(grads, step, i)
                 at = (step * len(self.shards) + i) * FIELDS
                 of_shard = Saved(*map(fitted, saved[at : at + FIELDS], saved_shapes(call, kept=self.kept)))
                 do_part, o_part = (x if x is None else self._queries(x, step, i) for x in (do, o))
-                options = dict(plan=self.plans[step], o=o_part, dq=into.q, window=rows)
+                options = dict(plan=self.plans[step], o=o_part, dq=into.q, window=rows, d_sums=d_sums)
                 ds = pages.backward(call, of_shard, do_part, **options)
                 if ds[0] is not into.q:
                     into.q.copy_(ds[0])
                 for name, d in zip(DIFFERENTIABLE[1:], ds[1:]):
-                    if name in keys:
+                    if name in d_keys[step]:
                         d_keys[step][name].insert(0, d)
                     elif (out := getattr(into, name)) is not None:
                         out.add_(d) if name in WEIGHTS else out.copy_(d)
                 del ds, d
             del keys, call
         pairs = zip(self.call.differentiable, grads.differentiable)
-        return tuple(None if x is None else d.to(x.dtype) for x, d in pairs)
+        return tuple(None if d is None else d.to(x.dtype) for x, d in pairs)
 
     def capacity(self) -> list[tuple[Any, torch.dtype] | None]:
         """(shape, dtype) of the tensors that each step and shard saves, for any lengths of packed sequences."""
@@ -188,7 +193,7 @@ class GatherLoop:
         shard, spec, rows, of_window = self.shards[i], self.spec, None, "k_win" in keys
         tensors = {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
         of_shard, numbers = shard.spec(spec), {"q_offset": shard.offsets}
-        if spec.config.window_size:
+        if spec.config.computes("window"):
             rows, positions = shard.window(spec, tile=1 if of_window else support.KV_TILE)
             if not of_window:
                 tensors |= {f"{name}_win": tensors[name][..., rows, :, :] for name in "kv"}
@@ -205,9 +210,14 @@ class GatherLoop:
         """A shard's rows, of a step's heads, of this rank's tensors or of their gradients."""
         part, queries, tile = head_group(call, *self.steps[step]), self.shards[i].queries, self.spec.config.q_tile
         tiles = slice(queries.start // tile, -(-queries.stop // tile))
-        part = part.map(lambda x: x[..., queries, :, :], ("q", "gates"))
+        part = part.map(lambda x: x[..., queries, :, :], ("q", "gates", "q_index"))
         return part.map(lambda x: x[..., tiles, :, :], ("block_indices",))
 
     def _queries(self, x: Tensor, step: int, i: int) -> Tensor:
         """A shard's rows, of a step's query heads, of x [..., n, Hq, D]."""
         return narrow(x, -2, query_heads(*self.call[:2], *self.steps[step]))[..., self.shards[i].queries, :, :]
+
+
+def without_index(call: Call) -> Call:
+    """A call, or its gradients, without those of an index."""
+    return call._replace(q_index=None, k_index=None)

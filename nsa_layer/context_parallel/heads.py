@@ -6,13 +6,12 @@ Source: arXiv:2309.14509.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from nsa_layer.call import LSES, Aux, Call
+from nsa_layer.call import Aux, Call
 from nsa_layer.context_parallel.checks import KINDS, TOKENS, WEIGHTS
 from nsa_layer.context_parallel.gather import kept_of_shard
 from nsa_layer.context_parallel.layout import ShardLayout, head_steps
@@ -22,21 +21,23 @@ from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.operators.registration import dispatcher_sees
 
 Tensor = torch.Tensor
+Attended = tuple[Tensor, Aux | Tensor | None, Tensor | None]
+AUX = tuple(f.name for f in fields(Aux))
 
 
 def attend_heads(
-    function: Callable[..., Any], cp: ContextParallel, call: Call, layouts: dict[str, ShardLayout]
-) -> Tensor | tuple[Tensor, Aux | Tensor]:
+    attend: Callable[[Call], Attended], cp: ContextParallel, call: Call, layouts: dict[str, ShardLayout]
+) -> Attended:
     """All-to-all from tokens to heads, a call of all tokens of a few heads, all-to-all back; some heads at a time.
 
     Args:
-        function: called with tensors by name; returns o, or a pair of o and `Aux` or the log-sum-exp. Weights get
-            gradients of this rank's heads alone.
+        attend: returns o; `Aux`, the log-sum-exp or None; and the sums of an index' loss or None. Weights get gradients
+            of this rank's heads alone.
         call: this rank's rows [B, n, H, ...], packed [n, H, ...]; weights [H, ...] are the same on every rank.
         layouts: of each kind of rows.
 
     Returns:
-        What the function returns, of this rank's rows and all heads.
+        What `attend` returns, of this rank's rows and all heads; sums of this rank's heads.
     """
     packed, in_graph, steps = call.packed, dispatcher_sees(call.q), step_sizes(call, layouts[TOKENS], cp)
     tensors = {name: x for name, x in call.arguments().items() if x is not None}
@@ -69,7 +70,7 @@ def attend_heads(
     weights = {name: tensors[name].unflatten(0, (cp.size, -1))[cp.rank] for name in WEIGHTS if name in tensors}
     weights = {name: w.split(sizes(len(w) * cp.size)) for name, w in weights.items()}
     # Backward goes in the opposite order, so that there, too, exchanges start before the attention beside them.
-    started, answers = [], []
+    started, answers, sums = [], [], []
     for step in range(len(steps) + 1):
         if step < len(steps):
             started.append(send("to_heads", {name: of_steps[step] for name, of_steps in parts.items()}))
@@ -77,24 +78,21 @@ def attend_heads(
             continue
         here = {name: x[0] if packed else x for name, x in zip(rows, started.pop(0)())}
         here |= {name: w[step - 1] for name, w in weights.items()}
-        outputs = _by_rows(function(**here, cu_seqlens=call.cu_seqlens))
+        o, rest, of_loss = attend(call._replace(**here))
+        outputs = dict(o=o) | _by_rows(rest)
+        sums.append(of_loss)
         answers.append(send("to_tokens", {name: x[None] if packed else x for name, x in outputs.items()}))
     joined = [join(*parts) for parts in zip(*[receive() for receive in answers])]
     outputs = {name: x[0] if packed else x for name, x in zip(outputs, joined)}
     outputs |= {name: x.mT.contiguous() for name, x in outputs.items() if name.startswith("lse")}
-    o, lse = outputs.pop("o"), outputs.pop("lse", None)
-    if lse is not None:
-        return o, lse
-    return (o, Aux(**outputs)) if outputs else o
+    o, sums = outputs.pop("o"), None if of_loss is None else torch.stack(sums).sum(0)
+    return o, Aux(**dict.fromkeys(AUX) | outputs) if isinstance(rest, Aux) else outputs.get("lse"), sums
 
 
-def _by_rows(outputs: Any) -> dict[str, Tensor]:
-    """By name o and the other results, with rows before heads."""
-    o, more = outputs if isinstance(outputs, tuple) else (outputs, None)
-    if isinstance(more, Aux):
-        lses = {name: getattr(more, name).mT for name in LSES.values()}
-        return dict(o=o, block_indices=more.block_indices, gates=more.gates, **lses)
-    return dict(o=o) if more is None else dict(o=o, lse=more.mT)
+def _by_rows(rest: Aux | Tensor | None) -> dict[str, Tensor]:
+    """Results beside o by name, with rows before heads."""
+    named = {name: getattr(rest, name) for name in AUX} if isinstance(rest, Aux) else dict(lse=rest)
+    return {name: x.mT if name.startswith("lse") else x for name, x in named.items() if x is not None}
 
 
 def step_sizes(call: Call, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
@@ -107,19 +105,24 @@ def step_sizes(call: Call, tokens: ShardLayout, cp: ContextParallel) -> list[int
 
 def memory_of_steps(call: Call, tokens: ShardLayout, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:
     """One plan for all steps, by the memory of all: else the first would use the memory that the last one needs."""
-    if len(step_sizes(call, tokens, cp)) == 1 or memory.recompute != "auto" or memory.budget is not None:
+    chosen = call.one_branch or memory.recompute != "auto" or memory.budget is not None
+    if chosen or len(step_sizes(call, tokens, cp)) == 1:
         return memory
     kept = kept_of_shard(call, tokens.total, memory, queries=tokens.total, ranks=cp.size)
     return replace(memory, recompute="none" if all(kept) else "all")
 
 
-def _split_heads(sizes: list[int], x: Tensor) -> tuple[Tensor, ...]:
-    """x [B, n, H, ...] by step, each [B, n, R, h, ...]."""
+def _split_heads(sizes: list[int], x: Tensor | None) -> Sequence[Tensor | None]:
+    """x [B, n, H, ...] by step, each [B, n, R, h, ...]; of no gradient none."""
+    if x is None:
+        return [None] * len(sizes)
     return x.unflatten(2, (-1, sum(sizes))).split(sizes, 3)
 
 
-def _join_heads(sizes: list[int], *xs: Tensor) -> list[Tensor]:
+def _join_heads(sizes: list[int], *xs: Tensor | None) -> list[Tensor | None]:
     """The inverse of `_split_heads`; PyTorch's own would copy by element."""
+    if xs[0] is None:
+        return [None]
     B, n, R, _, *rest = xs[0].shape
     whole = xs[0].new_empty((B, n, R * sum(sizes), *rest))
     for into, x in zip(_split_heads(sizes, whole), xs, strict=True):

@@ -151,6 +151,16 @@ def gather(x: Tensor, layout: ShardLayout) -> Tensor:
     return exchange("gather", [x], [layout])[0]
 
 
+def sum_over_ranks(x: Tensor, cp: ContextParallel) -> Tensor:
+    """The sum of the ranks' x [n], the same bits on each; a rank's gradient of it is that of its own x."""
+    layout = ShardLayout((1,) * cp.size + (0,) * (cp.num_chunks - cp.size), cp)  # a row on each rank
+
+    def total(x: Tensor) -> list[Tensor]:
+        return [_by_operator("gather", [layout], x[None, None])[0].sum((0, 1))]
+
+    return Linear.apply(total, lambda d: [d], x)[0]
+
+
 def start_exchange(way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> Callable[[], tuple[Tensor, ...]]:
     """Start an `exchange` without an operator, and return the function that waits; backward has two halves too."""
     together, held = Exchange(), []

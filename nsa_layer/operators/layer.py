@@ -101,6 +101,8 @@ class Attend(derivatives.ReverseMode):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         needs, d_sums = ctx.needs_input_grad[1 : 1 + COUNT], more[FIELDS - 1]
+        if d_sums is None:  # an index has gradients of its loss alone
+            needs = (*needs[:-2], False, False)
         if do is None and d_sums is None:
             return (None,) * len(ctx.needs_input_grad)
         if do is None:  # of the loss alone

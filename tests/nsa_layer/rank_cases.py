@@ -23,6 +23,7 @@ from nsa_tools.testing.cases import LSES, Case, make_inputs, run
 OnRanks = Callable[..., list[Any]]
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
+INDEX = SMALL.replace(rule="index", branches=("selected",), init_blocks=0, local_blocks=1)  # three are free
 MODES = ("heads", "gather")
 RANKS = [(2, "zigzag"), (4, "zigzag"), (4, None), (2, None)]
 CLOSE = dict(rtol=1e-12, atol=1e-12)
@@ -59,10 +60,16 @@ def part_of(tensors: dict[str, torch.Tensor], cp: ContextParallel, dim: int) -> 
 
 
 def step(attend: Callable[..., Any], tensors: dict[str, torch.Tensor], *lists: torch.Tensor) -> list[torch.Tensor]:
-    """o of q, k and v, their gradients by do, and the log-sum-exp if it is returned."""
-    leaves = [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
-    o, *lse = outputs if isinstance(outputs := attend(*leaves, *lists), tuple) else (outputs,)
-    return [o.detach(), *torch.autograd.grad(o, leaves, tensors["do"]), *lse]
+    """o of q, k, v and an index, their gradients by do and by the index' loss, and what else is returned."""
+    names = (*"qkv", *[name for name in ("q_index", "k_index") if name in tensors])
+    leaves = {name: tensors[name].detach().requires_grad_() for name in names}
+    qkv = [leaves[name] for name in "qkv"]
+    outputs = attend(*qkv, *lists, **{name: leaves[name] for name in names[3:]})
+    o, *more = outputs if isinstance(outputs, tuple) else (outputs,)
+    losses = more[-1:] if len(names) > 3 else []
+    of_results = [tensors["do"], *map(torch.ones_like, losses)]
+    grads = torch.autograd.grad([o, *losses], list(leaves.values()), of_results)
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in (o, *grads, *more)]
 
 
 def shard(x: torch.Tensor, rows: ShardLayout, cp: ContextParallel, dim: int) -> torch.Tensor:
@@ -88,14 +95,19 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
     shards = {name: x if name in WEIGHTS else part(name, x) for name, x in inputs.tensors("do").items()}
     lists = part("block_indices", lists) if listed else None
     result = run("eager", replace(inputs, **shards), lists, cp=cp)
-    chosen = part("block_indices", expected.aux.block_indices)
-    here, padding = result.aux.block_indices.tensor_split([chosen.shape[-1]], -1)
-    assert torch.equal(here, chosen) and padding.eq(-1).all()
+    for name, padding in (("block_indices", -1), ("index_scores", -torch.inf)):
+        chosen, here = (getattr(of.aux, name) for of in (expected, result))
+        if chosen is None:
+            assert here is None and (name != "block_indices" or "selected" not in config.branches)
+            continue
+        here, more = here.tensor_split([chosen.shape[-1]], -1)
+        torch.testing.assert_close(here, part(name, chosen), **CLOSE)
+        assert more.eq(padding).all()
     for name, whole in expected.tensors().items():
         x = result.tensors()[name]
         if name[1:] in WEIGHTS:
             dist.all_reduce(x, group=group)
-        else:
+        elif name != "index_loss":
             whole = part(name if name in LSES else name[1:], whole)
         torch.testing.assert_close(x, whole, **CLOSE, msg=lambda message: f"{name}: {message}")
 

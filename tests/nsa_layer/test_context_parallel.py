@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rank_cases import (
     CLOSE,
+    INDEX,
     MODES,
     OVERLAPPING,
     RANKS,
@@ -28,6 +29,7 @@ from rank_cases import (
 )
 
 from nsa_layer import ContextParallel, NSAConfig, NSAttention, nsa, selected_attention, shard_sequence, unshard_sequence
+from nsa_layer.config import BRANCHES
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs
 
@@ -46,13 +48,24 @@ CASES = {
     "nothing forced": (Case(T=80, config=OVERLAPPING.replace(init_blocks=0, local_blocks=0)), MODES),
     "more forced": (Case(lengths=(30, 50), config=SMALL.replace(init_blocks=2, local_blocks=1)), MODES),
     "blocks seen early": (Case(lengths=(30, 50), config=OVERLAPPING.replace(compress_offset=0)), MODES),
+    "index": (Case(B=2, T=96, config=INDEX, gate="none", index_dim=4), MODES),
+    "index, one key, packed": (
+        Case(lengths=(40, 0, 3, 53), config=INDEX, gate="none", index_dim=6, one_key=True),
+        MODES,
+    ),
+    "index, all branches": (Case(T=80, config=INDEX.replace(branches=BRANCHES), index_dim=4, one_key=True), MODES),
+    "index, window, packed": (Case(lengths=(30, 50), config=INDEX.replace(branches=BRANCHES[1:]), index_dim=4), MODES),
+    "no loss": (Case(T=80, config=INDEX, gate="none", index_dim=4, index_loss=False), MODES),
+    "no selected branch": (Case(lengths=(30, 50), config=SMALL.replace(branches=BRANCHES[::2])), MODES),
     "by tile": (Case(T=96, config=SMALL.replace(q_tile=16)), ("heads",)),
     "by tile, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL.replace(q_tile=16)), ("heads",)),
 }
 
 
 @pytest.mark.parametrize("load_balance", ["zigzag", None])
-@pytest.mark.parametrize("name", ["batch", "packed", "own keys, packed", "not causal", "lists"])
+@pytest.mark.parametrize(
+    "name", ["batch", "packed", "own keys, packed", "not causal", "lists", "index", "index, one key, packed"]
+)
 def test_heads_come_one_after_the_other(name: str, load_balance: str | None, on_ranks: OnRanks) -> None:
     case = replace(CASES["batch" if name == "lists" else name][0], D=8, Dv=6, dtype=torch.float64)
     if name != "lists":
@@ -120,6 +133,7 @@ def test_outputs_may_be_changed_in_place(group: Any, mode: str) -> None:
 
 PAPERS = dict(compression="mlp", kv_per_branch=True, gate="input")  # compresses blocks that reach into the next rank's
 LAYERS = [*((2, mode, options) for mode in MODES for options in ({}, PAPERS)), (4, "gather", PAPERS)]
+LAYERS += [(size, mode, dict(config=INDEX)) for size, mode in ((2, "heads"), (4, "gather"))]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -129,28 +143,30 @@ def test_ranks_train_a_layer(group: Any, mode: str, packed: bool, options: dict[
     """`NSAttention` on each rank: outputs, gradients of x and of every parameter."""
     torch.manual_seed(0)
     sizes = dict(num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float64, config=OVERLAPPING)
-    layer = NSAttention(16, **sizes, **options, rope=RotaryEmbedding(8))
+    layer = NSAttention(16, **sizes | options, rope=RotaryEmbedding(8))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(*(() if packed else (2,)), 80, 16, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 31, 80], dtype=torch.int32) if packed else None
 
-    def train(x: torch.Tensor, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def train(x: torch.Tensor, do: torch.Tensor) -> tuple[list[torch.Tensor], ...]:
         x = x.detach().clone().requires_grad_()
         o = layer(x, cu_seqlens=cu_seqlens)
-        dx, *grads = torch.autograd.grad(o, [x, *layer.parameters()], do)
-        return o.detach(), dx, grads
+        losses = [] if layer.q_index is None else [layer.index_loss]
+        of_results = [do, *map(torch.ones_like, losses)]
+        dx, *grads = torch.autograd.grad([o, *losses], [x, *layer.parameters()], of_results)
+        return [o.detach(), dx], grads, [loss.detach() for loss in losses]
 
     do, cp = torch.randn_like(x), ContextParallel(group, mode=mode)
-    *whole, of_parameters = train(x, do)
+    whole, *of_all = train(x, do)
     layer.set_context_parallel(cp)
     part = partial(shard_sequence, cp=cp, dim=x.dim() - 2)
-    *local, grads = train(part(x), part(do))
+    local, grads, losses = train(part(x), part(do))
     for d in grads:
         dist.all_reduce(d, group=group)
     close = dict(rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(local, [part(each) for each in whole], **close)
-    torch.testing.assert_close(grads, of_parameters, **close)
+    torch.testing.assert_close([grads, losses], of_all, **close)
 
 
 @pytest.mark.parametrize("size, load_balance", RANKS[:3])

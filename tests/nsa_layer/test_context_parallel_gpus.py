@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,11 @@ pytestmark = [
 ]
 
 Tensor = torch.Tensor
-OF_TOKENS = ("q", "k", "v", "gates")
+OF_TOKENS = ("q", "k", "v", "gates", "q_index", "k_index")
 SIZES = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16)
 CONFIG = NSAConfig(block_counts=5, window_size=100)
 OVERLAPPING = CONFIG.replace(compress_size=32, compress_stride=16)
+INDEX = CONFIG.replace(rule="index", branches=("selected",), init_blocks=0)
 PACKED = (300, 0, 1, 699)
 CASES = {
     "batch": Case(**SIZES, B=2, T=1000, config=CONFIG, compress_weights=True),
@@ -36,6 +38,10 @@ CASES = {
     "overlapping": Case(**SIZES | dict(D=128, Hq=4), T=1000, config=OVERLAPPING, gate="none"),
     "overlapping, packed": Case(**SIZES, lengths=PACKED, config=OVERLAPPING, compress_weights=True),
     "not causal": Case(**SIZES, T=1000, config=CONFIG, causal=False),
+    "index": Case(**SIZES, B=2, T=1000, config=INDEX, gate="none", index_dim=32),
+    "index, window, packed, one key": Case(
+        **SIZES, lengths=PACKED, config=INDEX.replace(branches=("selected", "window")), index_dim=16, one_key=True
+    ),
 }
 
 
@@ -75,13 +81,16 @@ def whole_call(cp: ContextParallel, given: Call) -> Any:
     parts = {name: _Mean.apply(x, cp) for name, x in named.items()}
     parts = {name: shard_sequence(x, cp, dim=dim) if name in OF_TOKENS else x for name, x in parts.items()}
     static = dict(config=given.config, causal=given.spec.causal, cu_seqlens=given.cu_seqlens)
-    o, aux = nsa(**parts, **static, backend="cute", cp=cp, return_aux=True)
+    with_loss = given.q_index is not None
+    o, aux, *losses = nsa(**parts, **static, backend="cute", cp=cp, return_aux=True, return_index_loss=with_loss)
 
     def whole(x: Tensor, dim: int = dim) -> Tensor:
         return unshard_sequence(x.contiguous(), cp, dim=dim)
 
-    lses = (whole(getattr(aux, name), -1) for name in LSES)
-    return whole(o), Aux(whole(aux.block_indices), whole(aux.gates), *lses)
+    lses = (None if (x := getattr(aux, name)) is None else whole(x, -1) for name in LSES)
+    # Each rank's gradient of the loss is its part.
+    sums = [torch.stack((cp.size * x - (cp.size - 1) * x.detach(), torch.ones_like(x))) for x in losses]
+    return whole(o), Aux(whole(aux.block_indices), whole(aux.gates), *lses), *sums
 
 
 @pytest.mark.parametrize("name, load_balance", [*((name, "zigzag") for name in CASES), ("batch", None)])
@@ -95,29 +104,37 @@ def test_ranks_give_what_the_reference_gives(group: Any, mode: str, name: str, l
 
 
 def drawn(case: Case, cp: ContextParallel, seed: int = 0) -> dict[str, Tensor]:
-    """A rank's part of q, k, v and do."""
-    inputs = make_inputs(case, f"cuda:{cp.rank}")
-    return part_of(
-        {name: getattr(inputs, name).roll(seed) for name in ("q", "k", "v", "do")}, cp, 0 if case.lengths else 1
-    )
+    """A rank's part of q, k, v, do and an index."""
+    tensors = make_inputs(case, f"cuda:{cp.rank}").tensors("do")
+    names = ("q", "k", "v", "do", *(name for name in ("q_index", "k_index") if name in tensors))
+    return part_of({name: tensors[name].roll(seed) for name in names}, cp, 0 if case.lengths else 1)
+
+
+def call_of(case: Case, cp: ContextParallel, **more: Any) -> Any:
+    """`nsa` of ranks, with the loss of an index."""
+    return partial(nsa, config=case.config, causal=case.causal, cp=cp, return_index_loss=case.index_dim > 0, **more)
 
 
 @pytest.mark.parametrize("T", [1000, 1 << 16])  # the longer one exchanges beside attention
+@pytest.mark.parametrize("name", ["batch", "index"])
 @pytest.mark.parametrize("mode", MODES)
 @by_ranks(fixture="on_gpus")
-def test_the_same_bits_twice(group: Any, mode: str, T: int) -> None:
-    cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=T, config=CONFIG.replace(deterministic=True))
-    tensors, attend = drawn(case, cp), partial(nsa, config=case.config, cp=cp)
+def test_the_same_bits_twice(group: Any, mode: str, name: str, T: int) -> None:
+    cp, case = ContextParallel(group, mode=mode), replace(CASES[name], B=1, T=T, compress_weights=False)
+    case = replace(case, config=case.config.replace(deterministic=True))
+    tensors, attend = drawn(case, cp), call_of(case, cp)
     first = step(attend, tensors)
     for _ in range(3):
         assert all(x.equal(y) for x, y in zip(step(attend, tensors), first))
 
 
+@pytest.mark.parametrize("name", ["batch", "index"])
 @pytest.mark.parametrize("mode", MODES)
 @by_ranks(fixture="on_gpus")
-def test_a_call_is_captured_in_a_graph(group: Any, mode: str) -> None:
-    cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=1000, config=CONFIG.replace(deterministic=True))
-    tensors, attend = drawn(case, cp), partial(nsa, config=case.config, cp=cp)
+def test_a_call_is_captured_in_a_graph(group: Any, mode: str, name: str) -> None:
+    cp, case = ContextParallel(group, mode=mode), CASES[name]
+    case = replace(case, config=case.config.replace(deterministic=True), compress_weights=False)
+    tensors, attend = drawn(case, cp), call_of(case, cp)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -139,7 +156,10 @@ def test_a_call_is_captured_in_a_graph(group: Any, mode: str) -> None:
 ALONE = [(1, "gather", name) for name in ("packed", "not causal", "lists")]
 
 
-@pytest.mark.parametrize("size, mode, name", [*((2, mode, "batch") for mode in MODES), *ALONE])
+TOGETHER = [(2, mode, name) for mode in MODES for name in ("batch", "index")]
+
+
+@pytest.mark.parametrize("size, mode, name", [*TOGETHER, *ALONE])
 @by_ranks(size=None, fixture="on_gpus")
 def test_a_call_compiles_whole(group: Any, mode: str, name: str) -> None:
     """Inductor gives memory of what is sent to others as soon as nothing waits for it."""
@@ -147,10 +167,10 @@ def test_a_call_compiles_whole(group: Any, mode: str, name: str) -> None:
     tensors, starts, lists = drawn(case, cp), None, ()
     if case.lengths:
         starts = torch.tensor([0, *case.lengths], device="cuda").cumsum(0).int()
-    attend = partial(nsa, config=case.config, causal=case.causal)
+    attend = call_of(case, cp, cu_seqlens=starts)
     if name == "lists":
-        attend, lists = partial(selected_attention, block_size=64), [torch.zeros_like(tensors["k"][..., :1]).int()]
-    attend = partial(attend, cu_seqlens=starts, cp=cp)
+        lists = [torch.zeros_like(tensors["k"][..., :1]).int()]
+        attend = partial(selected_attention, block_size=64, cu_seqlens=starts, cp=cp)
     expected, got = step(attend, tensors, *lists), step(torch.compile(attend, fullgraph=True), tensors, *lists)
     torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import MODES, OVERLAPPING, SMALL, by_ranks, in_steps, part_of, shard, step
+from rank_cases import INDEX, MODES, OVERLAPPING, SMALL, by_ranks, in_steps, part_of, shard, step
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nsa_layer import ContextParallel, NSAttention, nsa, selected_attention, shard_sequence
@@ -45,10 +45,11 @@ def test_graphs_have_exchanges(group: Any, counts: tuple[int, ...]) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("alone, packed", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["layer", "lists", "index"])
 @by_ranks()
 @in_steps
-def test_a_call_compiles(group: Any, mode: str, alone: bool, packed: bool) -> None:
+def test_a_call_compiles(group: Any, mode: str, kind: str, packed: bool) -> None:
     """One graph for two lengths, with the exchanges in it, or with the whole call."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd  # not by every rank: it takes long
@@ -60,7 +61,7 @@ def test_a_call_compiles(group: Any, mode: str, alone: bool, packed: bool) -> No
         graphs.append([str(node.target) for node in graph.graph.nodes if "nsa_layer." in str(node.target)])
         return make_boxed_func(graph.forward)
 
-    function = selected_attention if alone else nsa
+    function = selected_attention if kind == "lists" else nsa
 
     def trace(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         calls.append(graph.print_readable(print_output=False))
@@ -70,27 +71,30 @@ def test_a_call_compiles(group: Any, mode: str, alone: bool, packed: bool) -> No
     compiled = torch.compile(function, fullgraph=True, backend=trace, dynamic=True)
     for T in (32, 48):
         lengths = (T - 20, 0, 20) if packed else None
-        inputs = make_inputs(Case(T=T, lengths=lengths, Hq=4, Hkv=2, D=8, config=SMALL, gate="given"))
-        tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "do", "gates")}
-        tensors = part_of(tensors, cp, 0 if packed else 1)
+        of_index = dict(config=INDEX, gate="none", index_dim=4, one_key=True) if kind == "index" else {}
+        inputs = make_inputs(Case(**dict(T=T, lengths=lengths, D=8, config=SMALL, gate="given") | of_index))
+        tensors = part_of(inputs.tensors("do"), cp, 0 if packed else 1)
         lists = torch.zeros(*tensors["k"].shape[:-1], 1, dtype=torch.int32)
         given = dict(block_indices=lists, block_size=8, return_lse=True)
-        if not alone:
+        if kind == "layer":
             given = dict(config=SMALL, gates=tensors["gates"], k_win=tensors["v"], return_aux=True)
+        elif kind == "index":
+            given = dict(config=INDEX, return_index_loss=True)
 
         def run(attend: Any) -> list[torch.Tensor]:
             *found, aux = step(partial(attend, **given, cu_seqlens=inputs.cu_seqlens, cp=cp), tensors)
-            if alone:
+            if kind != "layer":
                 return [*found, aux]
             width = SMALL.list_width(max(lengths or (T,)))  # without the room that a graph has
             return [*found, aux.block_indices[..., :width], aux.gates, *(getattr(aux, name) for name in LSES)]
 
         torch.testing.assert_close(run(compiled), run(function))
     forward, backward = graphs
+    of_loss = ["nsa_layer.exchange.default"] * (kind == "index")
     if mode == "gather":
-        assert (forward, backward) == (["nsa_layer.gather.default"], ["nsa_layer.gather_backward.default"])
+        assert (forward, backward) == (["nsa_layer.gather.default", *of_loss], ["nsa_layer.gather_backward.default"])
     else:
-        assert [graph.count("nsa_layer.exchange.default") for graph in graphs] == [2, 2]
+        assert [graph.count("nsa_layer.exchange.default") for graph in graphs] == [2 + len(of_loss), 2]
     of_ranks: list[Any] = [None] * cp.size  # by which PyTorch's cache keeps graphs
     dist.all_gather_object(of_ranks, calls, group=group)
     assert len(calls) == 1 and of_ranks[0] != of_ranks[1]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from layer_calls import deterministic
 
 from fuzz.properties.layer import assert_forward_causal
-from nsa_layer import ContextParallel, NSAConfig, nsa, reference
+from nsa_layer import NSAConfig, nsa, reference
 from nsa_layer.call import Call, loss_of_sums
 from nsa_layer.config import BRANCHES
 from nsa_layer.eager.backward import backward
@@ -173,10 +173,19 @@ def test_branches_have_one_order() -> None:
     assert config.branches == ("selected", "window") and hash(config) == hash(config.replace())
 
 
-def test_what_it_does_not_do_yet_is_refused() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_index_has_gradients_of_its_loss_alone(compiled: bool) -> None:
+    """None without it, in graphs too, where a backward returns what its fake does."""
+    given = {name: x.requires_grad_() for name, x in make_inputs(OPERATOR["selected"]).tensors().items()}
+    attend = torch.compile(nsa, fullgraph=True, backend="aot_eager") if compiled else nsa
+    for with_loss in (False, not compiled):  # a graph has zeros for the gradient of an output that nobody uses
+        o, *_ = attend(**given, config=INDEX, return_index_loss=with_loss, return_aux=True)
+        grads = torch.autograd.grad(o.sum(), list(given.values()), allow_unused=True)
+        assert [name for name, d in zip(given, grads) if d is None] == ["q_index", "k_index"]
+
+
+def test_a_second_derivative_is_refused() -> None:
     given = make_inputs(OPERATOR["selected"]).tensors() | dict(config=INDEX)
-    with pytest.raises(NotImplementedError, match="cp with rule='index'"):
-        nsa(**given, cp=object.__new__(ContextParallel))
     with pytest.raises(RuntimeError, match="second derivative"):
         q_index = given["q_index"].requires_grad_()
         loss = nsa(**given | dict(q_index=q_index), return_index_loss=True)[1]

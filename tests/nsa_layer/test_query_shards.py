@@ -9,12 +9,13 @@ from functools import partial
 import pytest
 import torch
 from layer_calls import needs_hopper
-from rank_cases import OVERLAPPING, SMALL
+from rank_cases import INDEX, OVERLAPPING, SMALL
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from fuzz.query_shards import Attend, attend, in_shards
 from nsa_layer import NSAConfig, reference
 from nsa_layer.call import Call
+from nsa_layer.config import BRANCHES
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -36,6 +37,11 @@ CASES = {
     "not causal, packed": (Case(lengths=(40, 0, 3, 57), config=OVERLAPPING, causal=False), RAGGED),
     "own keys": (Case(B=2, T=70, config=SMALL, own_keys=OWN_KEYS), EVEN),
     "own keys, packed": (Case(lengths=(40, 0, 3, 57), config=SMALL, own_keys=OWN_KEYS), RAGGED),
+    "index": (Case(B=2, T=70, config=INDEX, gate="none", index_dim=4), EVEN),
+    "index, all branches, packed": (
+        Case(lengths=(40, 0, 3, 57), config=INDEX.replace(branches=BRANCHES), index_dim=4, one_key=True),
+        RAGGED,
+    ),
 }
 
 
@@ -68,6 +74,7 @@ def test_tiles_choose_for_whole_sequences_alone(attend: Attend) -> None:
 
 KERNELS = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(q_tile=1, block_counts=5, window_size=100))
 PAPER = KERNELS | dict(Hq=2, D=128, config=NSAConfig.paper(block_counts=5, window_size=100, deterministic=True))
+BY_INDEX = KERNELS | dict(config=INDEX.replace(block_size=64), index_dim=32)
 LONG = [[(0, 90), (410, 500)], [(90, 91), (409, 410)], [(91, 500), (0, 409)]]
 PACK = dict(lengths=(500, 0, 3, 261))
 PARTS = [[(0, 130), (0, 0), (0, 3), (260, 261)], [(130, 500), (0, 0), (3, 3), (0, 260)]]
@@ -76,6 +83,11 @@ ON_GPU = {
     "paper, packed, own keys, deterministic": (Case(**PACK, **PAPER, own_keys=OWN_KEYS), PARTS),
     "not causal": (Case(B=2, T=500, **KERNELS | dict(Hq=32, causal=False, dtype=torch.float16)), LONG),
     "packed, weights": (Case(**PACK, **KERNELS | dict(D=128), compress_weights=True), PARTS),
+    "index": (Case(B=2, T=500, **BY_INDEX, gate="none"), LONG),
+    "index, window, packed, one key": (
+        Case(**PACK, **BY_INDEX | dict(config=INDEX.replace(block_size=64, branches=BRANCHES[1:])), one_key=True),
+        PARTS,
+    ),
 }
 
 
@@ -90,7 +102,7 @@ def test_shards_are_the_whole_on_the_kernels(name: str) -> None:
     assert not differ.any(), f"{int(differ.sum())} lists differ from those of the whole: {case!r}"
 
 
-STUBBED = {name: ON_GPU[name] for name in ("batch", "not causal", "packed, weights")}
+STUBBED = {name: ON_GPU[name] for name in ("batch", "not causal", "packed, weights", "index")}
 
 
 @pytest.mark.parametrize("name", STUBBED)
@@ -112,6 +124,9 @@ def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
     # The window and the choice; if causal the compressed branch, unions and the selected branch too.
     each = {"_flash_attn_fwd": 3, "token_topk": 1, "union_lists": 2, "_flash_attn_bwd": 2}
     each = each if case.causal else {"_flash_attn_fwd": 1, "token_topk": 1, "_flash_attn_bwd": 1, "union_lists": 0}
+    if case.index_dim:
+        each = dict.fromkeys(("_flash_attn_fwd", "index_topk", "best_tokens", "index_loss", "index_dq"), 1)
+        each |= {"union_lists": 2, "_flash_attn_bwd": 0}
     assert {kernel: launched[kernel] for kernel in each} == {kernel: n * len(shards) for kernel, n in each.items()}
     assert got.grads["k"].shape == got.grads["v"].shape == make_inputs(case).k.shape
 
