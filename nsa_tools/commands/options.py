@@ -155,6 +155,7 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     policy = MemoryPolicy(budget=budget, recompute=args.recompute)
     ungated = args.rule == "index" or getattr(args, "ungated", False)
     what = dict(backward=args.mode == "both", gate="none" if ungated else "weight")
+    what["compress_weights"] = getattr(args, "compress_weights", False)
     what |= dict(index_dim=args.index_dim * (args.rule == "index"), one_key=args.one_key, index_loss=args.index_loss)
     what |= dict(data=getattr(args, "data", "random"), config=config, policy=policy)
     static = dict(dtype=dtype, device=args.device, **sizes, **what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 
@@ -104,18 +105,8 @@ def find_longest(shape: Shape, backend: str | None, total: int) -> dict:
 
 
 def longest(fits: Callable[[int], bool], *, guess: int, step: int) -> int:
-    """The largest multiple of `step` that fits, or 0.
-
-    Gaps double from a guess until a length on either side is known, then halve.
-    """
-    T, gap, low, high = max(step, guess // step * step), step, 0, None  # low fits, high does not
-    while high is None or high - low > step:
-        if fits(T):
-            low = T
-        else:
-            high = T
-        if high is not None and low:
-            T = (low + high) // 2 // step * step
-        else:
-            T, gap = low + gap if high is None else max(step, high - gap), 2 * gap
-    return low
+    """The largest multiple of `step` that fits, or 0; a guess doubles until it does not fit."""
+    high = max(step, guess // step * step)
+    while fits(high):
+        high *= 2
+    return step * bisect_left(range(step, high, step), True, key=lambda T: not fits(T))

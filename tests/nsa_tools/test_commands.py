@@ -13,7 +13,7 @@ import pytest
 from command_line import TINY, Run, refused
 
 from nsa_tools import commands
-from nsa_tools.commands import bench, check, compile, demo, memory, profile
+from nsa_tools.commands import bench, check, compile, demo, memory, options, profile
 from nsa_tools.report.tables import markdown
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,6 +52,22 @@ def test_help_names_the_command_and_units(name: str, capsys: pytest.CaptureFixtu
 def test_unknown_option_exits_with_2(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = import_module(f"nsa_tools.commands.{name}").main
     assert refused(run, ["--no-such-option"], capsys).startswith(f"{name}: unrecognized arguments")
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS.keys() - {"demo"})  # whose options are the fields of `DemoConfig`
+def test_every_option_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers = []
+
+    def parse(parser: options.CommandParser, argv: list[str]) -> None:
+        parsers.append(parser)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options.CommandParser, "parse_args", parse)
+    assert commands.main([name]) == 130
+    modules = options, import_module(f"nsa_tools.commands.{name}")
+    source = "".join(Path(module.__file__).read_text() for module in modules)
+    names = {action.dest for parser in parsers for action in parser._actions} - {"help"}
+    assert names and not {name for name in names if not re.search(rf'(args|options)\.{name}\b|"{name}"', source)}
 
 
 def test_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from nsa_layer import support
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import ENVIRONMENT
 from nsa_tools.commands import compile
+from nsa_tools.shape import Shape
 from nsa_tools.testing import covering_calls
 from nsa_tools.testing.covering_calls import all_calls
 
@@ -71,9 +72,13 @@ def test_failure_is_noted_and_not_the_end(cache: Path, capsys: pytest.CaptureFix
     assert [cell.strip() for cell in line.strip("|").split("|")] == ["sm_90a", "fwd", "1", "1", "1", "1.2"]
 
 
-def test_it_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(compile, "compile_for", lambda *_, **__: [])
-    assert compile.main(["--seqlen=300", "--arch=90", "--jobs=2"]) == 0
+def test_it_compiles_the_calls_of_a_shape_and_says_how_long_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Shape] = []
+    monkeypatch.setattr(compile, "compile_for", lambda _, calls, **__: asked.extend(calls) or [])
+    assert compile.main(["--seqlen=300", "--arch=90", "--jobs=2", "--compress-weights"]) == 0
+    assert [(call.T, "compress_k_weight" in call.tensor_shapes()) for call in asked] == [(300, True)]
     assert re.search(r"^\d+\.\d s, 2 at once$", capsys.readouterr().out, re.MULTILINE)
 
 
