@@ -19,7 +19,8 @@ from fuzz.prop import holds
 from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, unshard_sequence
 
-SECONDS = 8.0  # for which a rank waits for the other one, on a machine with other work to do
+# For which a rank waits for the other one, on a machine with other work to do; and with a fault, for which it may.
+SECONDS, WITH_FAULT = 8.0, 2.5
 CONFIG = NSAConfig(block_size=4, block_counts=3, window_size=4)
 INDEX = CONFIG.replace(rule="index", branches=("selected",), init_blocks=0, local_blocks=1)
 
@@ -42,6 +43,8 @@ def agree_or_say_so(case: Ranks) -> None:
 def call(group: Any, case: Ranks, planted: list[str]) -> str | None:
     """A rank's call: None, or what its ValueError or TypeError says."""
     group = _impatient(group.size())
+    seconds = WITH_FAULT if planted else SECONDS
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
     with mutations.planted(planted[-1], load=False) if planted else nullcontext():
         cp = ContextParallel(group, mode=case.mode, load_balance=case.load_balance)
         try:
@@ -53,12 +56,11 @@ def call(group: Any, case: Ranks, planted: list[str]) -> str | None:
 
 @lru_cache(maxsize=1)
 def _impatient(size: int) -> Any:
-    """A group whose ranks do not wait long for one another, after calls for which modules are imported; the same at
+    """A group whose ranks need not wait long for one another, after calls for which modules are imported; the same at
     every call of a process."""
     group = dist.new_group(range(size))
     for name, mode in itertools.product(CALLS, ("heads", "gather")):
         _call(ContextParallel(group, mode), Ranks(call=name))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SECONDS), group)
     return group
 
 
