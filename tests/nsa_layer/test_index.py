@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_calls import deterministic
+from layer_calls import Noted, deterministic
 
 from fuzz.properties.layer import assert_forward_causal
 from nsa_layer import NSAConfig, nsa, reference
@@ -121,6 +121,24 @@ def test_the_loss_is_the_index_alone_and_the_output_is_not() -> None:
     assert all(d.any() for d in grads[:2]) and not any(d.any() for d in grads[2:])
     assert not any(d.any() for d in torch.autograd.grad(o.sum(), of_index, materialize_grads=True))
     assert torch.equal(nsa(**call), o)
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "cute"])
+def test_an_output_has_no_gradient_in_an_index_by_the_operator_either(backend: str, with_loss: bool) -> None:
+    """Nor where its loss is there and backward does not begin at it."""
+    pytest.importorskip("cutlass")
+    from stub_kernels import stubbed_layer
+
+    config = INDEX.replace(block_size=64)
+    inputs = make_inputs(Case(T=130, D=64, config=config, gate="none", index_dim=16, dtype=torch.bfloat16))
+    tensors = {name: x.requires_grad_() for name, x in inputs.tensors().items()}
+    with stubbed_layer(), Noted() as noted:
+        results = nsa(**tensors, config=config, backend=backend, return_index_loss=with_loss)
+        o = results[0] if with_loss else results
+        grads = torch.autograd.grad(o, list(tensors.values()), inputs.do, allow_unused=True)
+    assert noted.names == ["attend", "attend_backward"]
+    assert [x is None for x in grads] == [False] * 3 + [True] * 2
 
 
 @pytest.mark.parametrize("name", ["selected", "packed"])
