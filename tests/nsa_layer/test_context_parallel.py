@@ -215,6 +215,11 @@ def shared(draw: st.DrawFn) -> tuple[int, bool, tuple[Any, ...]]:
         sizes = dict(compress_size=draw(st.sampled_from((4, 8))), compress_stride=draw(st.sampled_from((2, 4))))
         sizes |= dict(block_size=draw(st.sampled_from((8, 16))), q_tile=1)
     sizes |= dict(block_counts=draw(st.integers(1, 5)), window_size=draw(st.integers(1, 20)))
+    branches = [name for name in BRANCHES if name == "selected" or draw(st.booleans())]
+    by_index = sizes["q_tile"] == 1 and draw(st.booleans())
+    if by_index:
+        sizes |= dict(rule="index", branches=branches, init_blocks=draw(st.integers(0, 1)), local_blocks=1)
+    compresses, slides = (not by_index or name in branches for name in ("compressed", "window"))
     Hkv = draw(st.sampled_from((size, 2 * size) if mode == "heads" else (1, 2, 3)))
     case = Case(
         B=draw(st.integers(1, 2)),
@@ -226,13 +231,18 @@ def shared(draw: st.DrawFn) -> tuple[int, bool, tuple[Any, ...]]:
         Dv=6,
         dtype=torch.float64,
         config=NSAConfig(**sizes),
-        causal=draw(st.booleans()),
+        causal=by_index or draw(st.booleans()),
         gate=draw(st.sampled_from(("weight", "given", "none"))),
-        compress_weights=draw(st.booleans()),
-        own_keys=tuple(name for name in OWN_KEYS if draw(st.booleans())),
+        compress_weights=compresses and draw(st.booleans()),
+        own_keys=tuple(
+            name for name in OWN_KEYS if draw(st.booleans()) and (compresses if name[2:] == "cmp" else slides)
+        ),
+        index_dim=draw(st.integers(1, 4)) * by_index,
+        one_key=draw(st.booleans()),
+        index_loss=draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 20)),
     )
-    return size, by_head, (case, mode, balance, draw(st.booleans()))
+    return size, by_head, (case, mode, balance, not by_index and draw(st.booleans()))
 
 
 @pytest.mark.sweep
