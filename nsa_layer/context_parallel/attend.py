@@ -10,7 +10,7 @@ import torch
 
 from nsa_layer import autocast, operators, support
 from nsa_layer.call import Aux, Call
-from nsa_layer.checks import assert_numbers
+from nsa_layer.checks import assert_numbers, host_reads
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, check_same_on_all_ranks, check_shard
@@ -53,8 +53,7 @@ def attend(
     gathers = cp.mode == "gather" or cp.mode == "auto" and auto_gathers(cp, call, config, backend)
     # Chunks hold blocks and tiles by length.
     by_length = call.k_cmp is not None or call.v_cmp is not None or (not alone and config.q_tile > 1)
-    on_gpu = call.q.is_cuda and getattr(call.cu_seqlens, "is_cuda", False)
-    spec, layouts = check(read=gathers or by_length or not on_gpu)
+    spec, layouts = check(read=gathers or by_length or host_reads(backend, call.q, call.cu_seqlens))
     kinds = [kind for name, kind in KINDS.items() if getattr(call, name) is not None] + [TILES] * (more and not alone)
     if missing := [kind for kind in kinds if kind not in layouts]:
         raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {missing[0]}")
