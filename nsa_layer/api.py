@@ -107,6 +107,11 @@ def nsa(
         RuntimeError: a second derivative is asked for; or torch.distributed is not initialised.
 
     Source: arXiv:2502.11089; for differences see the README.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 256, heads, 64) for heads in (8, 2, 2))
+        >>> nsa(q, k, v, gate_weight=torch.zeros(8, 3, 64)).shape
+        torch.Size([1, 256, 8, 64])
     """
     weights = gate_weight, gates, compress_k_weight, compress_v_weight
     tensors = autocast.cast(q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, q_index, k_index)
@@ -187,6 +192,12 @@ def selected_attention(
         TypeError, ValueError: an argument is bad; the message names it.
         NotImplementedError: the backend does not do this on this architecture; or vmap or forward mode.
         RuntimeError: a second derivative is asked for.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 256, heads, 64) for heads in (8, 2, 2))
+        >>> own = torch.arange(256).div(64, rounding_mode="floor").view(1, 256, 1, 1)  # the block of each query
+        >>> selected_attention(q, k, v, own.repeat(1, 1, 2, 1), block_size=64).shape
+        torch.Size([1, 256, 8, 64])
     """
     tensors = autocast.cast(q, k, v)
     starts = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)

@@ -179,6 +179,12 @@ def index_loss(model: nn.Module) -> torch.Tensor:
     Raises:
         ValueError: no layer has an index.
         RuntimeError: as ``index_loss`` of a layer.
+
+    Example:
+        >>> config = NSAConfig(rule="index", branches=("selected",))
+        >>> layer = NSAttention(64, num_heads=4, num_kv_heads=2, config=config)
+        >>> o = layer(torch.randn(1, 100, 64))
+        >>> index_loss(layer).backward()
     """
     parts = [part for part in model.modules() if isinstance(part, Branches) and part.q_index is not None]
     if not parts:

@@ -45,6 +45,10 @@ class NSAConfig:
     Raises:
         TypeError: a field has the wrong type.
         ValueError: a field is out of range, or two do not fit each other.
+
+    Example:
+        >>> NSAConfig(block_counts=8, window_size=256).compressed_length(1024)
+        16
     """
 
     block_size: int = 64
@@ -196,12 +200,22 @@ class NSAConfig:
         return most if statically_known_true(count >= most) else torch.sym_min(count, most)
 
     def replace(self, **changes: object) -> NSAConfig:
-        """A copy with some fields changed; TypeError or ValueError as for the class."""
+        """A copy with some fields changed; TypeError or ValueError as for the class.
+
+        Example:
+            >>> NSAConfig().replace(q_tile=128).q_tile
+            128
+        """
         return replace(self, **changes)
 
     @classmethod
     def paper(cls, **changes: object) -> NSAConfig:
-        """The sizes of arXiv:2502.11089, with changes: means of 32 tokens every 16, 16 blocks of 64 for each token."""
+        """The sizes of arXiv:2502.11089, with changes: means of 32 tokens every 16, 16 blocks of 64 for each token.
+
+        Example:
+            >>> NSAConfig.paper().compressed_length(1024)
+            63
+        """
         return cls(**(dict(compress_size=32, compress_stride=16, q_tile=1) | changes))
 
     @classmethod
@@ -210,6 +224,10 @@ class NSAConfig:
 
         Each query head lists the ``block_counts`` complete blocks with the highest mean score over a tile's queries,
         among those that start at or before the tile's last token. On the reference and eager backends only.
+
+        Example:
+            >>> NSAConfig.seed(block_counts=4).q_tile
+            256
         """
         fixed = dict(rule="seed", q_tile=256, compress_offset=0, init_blocks=0, local_blocks=0)
         return cls(**(fixed | changes))
@@ -223,6 +241,10 @@ class NSAConfig:
 
         Raises:
             TypeError, ValueError: no dictionary of names, an unknown key, a field under two names, or a bad value.
+
+        Example:
+            >>> NSAConfig.from_dict(dataclasses.asdict(NSAConfig(q_tile=128))).q_tile
+            128
         """
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise TypeError(f"values must be a dict of NSAConfig fields by name, got {values!r}")

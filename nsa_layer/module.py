@@ -67,6 +67,11 @@ class NSAttention(Branches):
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
+
+    Example:
+        >>> layer = NSAttention(128, num_heads=4, num_kv_heads=2)
+        >>> layer(torch.randn(2, 200, 128)).shape
+        torch.Size([2, 200, 128])
     """
 
     def __init__(

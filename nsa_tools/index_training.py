@@ -28,6 +28,7 @@ from nsa_tools.demo.checkpoint import load_checkpoint, save_checkpoint
 from nsa_tools.demo.stop_request import StopRequest
 
 Tensor = torch.Tensor
+__all__ = ["coverage", "index_alone", "listing", "train_index"]
 ROWS = 512  # queries whose dense probabilities are in memory at a time
 
 
@@ -56,6 +57,13 @@ def index_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """While entered, a model is frozen and in eval mode but for its indices, whose parameters are yielded.
 
     No activation of one layer is kept for another's backward: `nsa` gives o no gradient in an index.
+
+    Example:
+        >>> config = NSAConfig(rule="index", branches=("selected",), block_size=16, block_counts=4)
+        >>> model = NSAttention(64, num_heads=4, num_kv_heads=2, config=config)
+        >>> with index_alone(model) as parameters:
+        ...     o = model(torch.randn(1, 100, 64))
+        >>> index_loss(model).backward()  # gradients of the parameters
     """
     layers, parameters = indices_of(model), index_parameters(model)
     modes = {part: part.training for part in model.modules()}
@@ -77,7 +85,15 @@ def index_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 @contextmanager
 def listing(model: nn.Module, tokens: int) -> Iterator[None]:
     """While entered, lists hold all blocks of sequences of so many tokens: attention is dense, and the index learns
-    about every block. The kernels list 128 blocks at most."""
+    about every block. The kernels list 128 blocks at most.
+
+    Example:
+        >>> config = NSAConfig(rule="index", branches=("selected",), block_size=16, block_counts=4)
+        >>> model = NSAttention(64, num_heads=4, num_kv_heads=2, config=config)
+        >>> with listing(model, 100):
+        ...     model.config.block_counts
+        7
+    """
     before = {layer: layer.config for layer in indices_of(model)}
     try:
         for layer, config in before.items():
@@ -123,6 +139,12 @@ def train_index(
     Raises:
         ValueError: the model has no index, and weight is not 0.
         FloatingPointError: a loss is not finite.
+
+    Example:
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=50, num_hidden_layers=1)
+        >>> config = NSALlamaConfig(**sizes, nsa=dict(rule="index", branches=("selected",), block_counts=2))
+        >>> model = NSALlamaForCausalLM(config)
+        >>> losses = train_index(model, lambda step: torch.randint(50, (1, 300)), steps=2)
     """
     losses, deadline = [], time.monotonic() + seconds
     with ExitStack() as stack:
@@ -180,6 +202,12 @@ def coverage(model: nn.Module, ids: Tensor) -> list[Coverage]:
     """`Coverage` of each layer, by the calls of `nsa` in a forward of token ids [B, T].
 
     Mean over heads and over tokens that see more blocks than are listed; ValueError where none does.
+
+    Example:
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=50, num_hidden_layers=1)
+        >>> config = NSALlamaConfig(**sizes, nsa=dict(rule="index", branches=("selected",), block_counts=2))
+        >>> model = NSALlamaForCausalLM(config)
+        >>> chosen, best = coverage(model, torch.randint(50, (1, 300)))[0]  # of layer 0
     """
     was_training = model.training
     with _Calls() as calls:

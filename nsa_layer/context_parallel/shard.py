@@ -30,6 +30,10 @@ def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tor
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
+
+    Example:
+        >>> cp = ContextParallel(torch.distributed.group.WORLD)
+        >>> part = shard_sequence(torch.randn(1, 256, 64), cp)  # [1, 256 / R, 64]
     """
     _check_sequences(x, cp, dim)
     chunks = x.split(x.shape[dim] // cp.num_chunks, dim)
@@ -52,6 +56,11 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
 
     Raises:
         TypeError, ValueError: an argument is bad, or the ranks' differ, as for `nsa`; the message names it.
+
+    Example:
+        >>> cp, x = ContextParallel(torch.distributed.group.WORLD), torch.randn(1, 256, 64)
+        >>> torch.equal(unshard_sequence(shard_sequence(x, cp), cp), x)
+        True
     """
     check = partial(_check_sequences, x, cp, dim, ranks=1)
     check_same_on_all_ranks(cp, [check], x=x, dim=dim)

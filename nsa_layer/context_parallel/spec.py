@@ -34,6 +34,11 @@ class ContextParallel:
     Raises:
         TypeError, ValueError: an argument is bad, or this rank is not in the group.
         RuntimeError: torch.distributed is not initialised.
+
+    Example:
+        >>> cp = ContextParallel(torch.distributed.group.WORLD)
+        >>> q, k, v = (torch.randn(1, 256 // cp.size, heads, 64) for heads in (8, 2, 2))  # of this rank
+        >>> o = nsa(q, k, v, cp=cp)
     """
 
     group: Any

@@ -46,6 +46,9 @@ class MemoryPolicy:
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value.
+
+    Example:
+        >>> layer = NSAttention(128, num_heads=4, num_kv_heads=2, memory=MemoryPolicy(recompute="all"))
     """
 
     budget: int | None = None

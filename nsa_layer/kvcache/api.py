@@ -112,6 +112,12 @@ def nsa_with_kvcache(
         NotImplementedError: ``q_tile`` above 1 without ``block_indices`` (a choice belongs to a tile, and the tile's
             queries may come in other calls); keys that are visible before their block is complete; what the kernels
             lack.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 1, 512, 2, 64)
+        >>> q, k, v = (torch.randn(1, 1, heads, 64) for heads in (8, 2, 2))  # behind 300 tokens
+        >>> nsa_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=300, config=NSAConfig()).shape
+        torch.Size([1, 1, 8, 64])
     """
     cache = KVCache(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, k_cmp_cache, v_cmp_cache, cmp_page_table,

@@ -61,6 +61,13 @@ class NSACache(LastingTensors):
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
+
+    Example:
+        >>> cache = NSACache(1, 1024, num_kv_heads=2, head_dim=64, config=NSAConfig(), dtype=torch.float32)
+        >>> q, k, v = (torch.randn(1, 256, heads, 64) for heads in (8, 2, 2))
+        >>> o = cache.attend(q, k, v)
+        >>> cache.lengths
+        (256,)
     """
 
     @torch.inference_mode(False)

@@ -126,6 +126,9 @@ def warm_up(
         ValueError: a shape is not (B, T, Hq, Hkv, D).
         NotImplementedError: there are no kernels for this architecture.
         RuntimeError: a kernel does not compile, or kernels are not kept on disk.
+
+    Example:
+        >>> seconds = warm_up(NSAConfig(), [(1, 4096, 32, 8, 128)], packed=True)  # doctest: +SKIP
     """
     begin, calls = time.perf_counter(), []
     for shape in shapes:

@@ -185,6 +185,13 @@ class NSAModelCache(Cache):
         max_cache_len: tokens of a row, padding included, to allocate at once; with more of them it grows.
         static: it does not grow, and `generate` on a GPU compiles the steps of a token. Steps beyond it are errors,
             in a compiled graph assertions.
+
+    Example:
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=50, num_hidden_layers=1)
+        >>> model = NSALlamaForCausalLM(NSALlamaConfig(**sizes))
+        >>> cache = NSAModelCache(model.config, max_cache_len=512)
+        >>> model.generate(torch.ones(1, 40, dtype=torch.long), past_key_values=cache, max_new_tokens=2).shape
+        torch.Size([1, 42])
     """
 
     def __init__(self, config: PreTrainedConfig, max_cache_len: int = CAPACITY, *, static: bool = False) -> None:

@@ -51,6 +51,12 @@ def convert_to_nsa(
             with windows, quantized weights, adapters, offloading, wrapped or compiled parts.
         TypeError: ``config`` is not an NSAConfig.
         ValueError: ``gate`` or ``compression`` is unknown, or ``index_dim`` odd or larger than a head.
+
+    Example:
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=50, num_hidden_layers=1)
+        >>> dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        >>> type(convert_to_nsa(dense, NSAConfig(block_counts=8))).__name__
+        'NSALlamaForCausalLM'
     """
     if type(model) not in SPARSE:
         names = ", ".join(sorted(dense.__name__ for dense in SPARSE))

@@ -91,6 +91,12 @@ def use_nsa_kernels(model: PreTrainedModel, *, backend: str | None = None) -> Pr
         NotImplementedError: a release of transformers without that model, a model without such layers, or an index
             with other heads than key/value heads.
         ValueError: ``backend`` is unknown.
+
+    Example:
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=50, num_hidden_layers=1)
+        >>> config = transformers.MiniMaxM3VLTextConfig(**sizes, layer_types=["minimax_m3_sparse"], index_n_heads=4)
+        >>> model = transformers.AutoModelForCausalLM.from_config(config)
+        >>> model = use_nsa_kernels(model)
     """
     require_one_of("backend", backend, (None, *BACKENDS))
     if modeling is None:

@@ -27,6 +27,14 @@ Tensor = torch.Tensor
 SPARSE: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}  # by class of the dense model
 KNOWN = dict(nsa_gate=(None, *GATES), nsa_compression=COMPRESSIONS, nsa_index_dim=None, nsa_backend=(None, *BACKENDS))
 FIXED = ("nsa", "nsa_gate", "nsa_compression", "nsa_index_dim", "_attn_implementation")  # by which a model is made
+EXAMPLE = """`{dense}` with Native Sparse Attention.
+
+    Example:
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=50, num_hidden_layers=1)
+        >>> config = NSA{name}Config(**sizes, nsa=dict(block_counts=8))
+        >>> NSA{name}ForCausalLM(config)(torch.ones(1, 40, dtype=torch.long)).logits.shape
+        torch.Size([1, 40, 50])
+    """
 # The cache among the arguments of models: "cache" since transformers 5.24.
 CACHE = "cache" if "cache" in signature(modeling_llama.LlamaForCausalLM.forward).parameters else "past_key_values"
 
@@ -222,7 +230,7 @@ def _family(name: str, modeling: ModuleType) -> tuple[type, type, type]:
 
     def subclass(mixin: type, kind: str, **values: object) -> type:
         dense = getattr(modeling, f"{name}{kind}")
-        values |= dict(__module__=__name__, __doc__=f"`{dense.__name__}` with Native Sparse Attention.")
+        values |= dict(__module__=__name__, __doc__=EXAMPLE.format(dense=dense.__name__, name=name))
         return type(f"NSA{dense.__name__}", (mixin, dense), values)
 
     model_type = getattr(modeling, f"{name}Config").model_type
