@@ -216,8 +216,8 @@ def selected_attention(
     if validate and call.q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(call)
     with autocast.off(call.q.device):
-        o, lse, _ = operators.attend(call)
-    return (o, lse.detach()) if return_lse else o
+        o, aux, _ = operators.attend(call, return_aux=return_lse)
+    return (o, aux.lse_slc) if return_lse else o
 
 
 def _check_flags(call: Call, *, backend: str | None, memory: MemoryPolicy = MemoryPolicy(), **flags: object) -> None:

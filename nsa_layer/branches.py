@@ -161,8 +161,11 @@ def slowest_pairs(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
     return torch.cat([half.narrow(dim, half.shape[dim] - size // 2, size // 2) for half in x.chunk(2, dim)], dim)
 
 
-def check_branches(config: NSAConfig, *, gate: str | None, compression: str, index_dim: int | None) -> None:
-    """Raise TypeError or ValueError for options of `Branches` that are unknown, or do not fit the configuration."""
+def check_branches(
+    config: NSAConfig, default: str, *, gate: str | None, compression: str, index_dim: int | None
+) -> str | None:
+    """The gate in force, by default none with one branch; TypeError or ValueError for options of `Branches` that are
+    unknown, or do not fit the configuration."""
     require_one_of("compression", compression, COMPRESSIONS)
     require_one_of("gate", gate, (None, *GATES))
     if compression != "mean" and "compressed" not in config.branches:
@@ -171,6 +174,7 @@ def check_branches(config: NSAConfig, *, gate: str | None, compression: str, ind
         require_sizes(index_dim=index_dim)
         if config.rule != "index":
             raise ValueError(f"index_dim is for rule='index', got {index_dim} with rule={config.rule!r}")
+    return default if gate is None and len(config.branches) > 1 else gate
 
 
 def index_loss(model: nn.Module) -> torch.Tensor:

@@ -28,7 +28,6 @@ class CallSpec:
         listed: the lists of blocks are the caller's.
         bound: tokens at most of a packed sequence, where the host does not know the lengths; else None. With
             ``lengths_k`` of its queries.
-        alone: the selected branch alone, by lists of the caller and without gates: `selected_attention`.
         backend: that computes them.
         index_scale: the factor of q_index . k_index; None without an index.
         index_loss: the sums of the index' loss are computed.
@@ -42,7 +41,6 @@ class CallSpec:
     lengths_k: tuple[int, ...] | None = None
     listed: bool = False
     bound: int | None = None
-    alone: bool = False
     backend: str = "cute"
     index_scale: float | None = None
     index_loss: bool = False
@@ -156,11 +154,6 @@ class Call(NamedTuple):
     def config(self) -> NSAConfig:
         """The operator's options."""
         return self.spec.config
-
-    @property
-    def alone(self) -> bool:
-        """True for `selected_attention`."""
-        return self.spec.alone
 
     @property
     def one_branch(self) -> bool:

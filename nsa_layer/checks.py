@@ -12,7 +12,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.call import DIFFERENTIABLE, Call, CallSpec
-from nsa_layer.config import LARGEST, WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
+from nsa_layer.config import LARGEST, WIDEST_TILE, NSAConfig, require_bools, require_int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_KEPT = 1024
@@ -111,7 +111,8 @@ def check_kind(name: str, x: object, q: object, dtype: str, *, optional: bool = 
     """Raise TypeError or ValueError unless x is a tensor of such a dtype on q's device."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor{' or None' * optional}, got {type(x).__name__}")
-    refuse_nested(name, x)
+    if x.is_nested:  # its shape says little, or cannot be asked for
+        raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
     if dtype == ANY and x.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if dtype == FLOAT and not x.is_floating_point():
@@ -122,12 +123,6 @@ def check_kind(name: str, x: object, q: object, dtype: str, *, optional: bool = 
         raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-
-
-def refuse_nested(name: str, x: torch.Tensor) -> None:
-    """Raise TypeError for a nested tensor, whose shape says little or cannot be asked for."""
-    if x.is_nested:
-        raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
 
 
 def check_qkv(
@@ -238,8 +233,8 @@ def check_selected(
     else:
         q_tile = tile_of_lists(count, q.shape[1:2])
     read = validate or q_tile is None or torch.compiler.is_compiling() or host_reads(backend, q, starts, starts_k)
-    config = ListConfig(block_size=block_size, deterministic=deterministic)
-    spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=True, alone=True)
+    config = NSAConfig(block_size=block_size, deterministic=deterministic, branches=("selected",), window_size=0)
+    spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=True)
     call = with_lengths(call._replace(spec=spec), read=read)
     if q_tile is None:
         q_tile = tile_of_lists(count, call.spec.lengths or q.shape[:1])

@@ -29,7 +29,8 @@ class NSAConfig:
             what None stands for, and of ``block_size``.
         block_counts: blocks listed per query, or tile of queries, ``n``.
         q_tile: queries that share one choice of blocks: 1, each chooses for itself; or a power of two up to 256 that
-            is a multiple or a divisor of ``block_size``, an approximation.
+            is a multiple or a divisor of ``block_size``, an approximation; with lists of the caller's for the selected
+            branch alone, any.
         window_size: tokens that the sliding window sees, the query's own included, ``w``. 0: no window branch.
         compress_offset: compressed key j is visible to query t iff ``j * compress_stride + compress_offset <= t``.
             None: ``compress_size - 1``, the first value that is causal. Smaller ones leak the future.
@@ -101,7 +102,7 @@ class NSAConfig:
     def _check_tile(self) -> None:
         if self.q_tile > WIDEST_TILE or self.q_tile & (self.q_tile - 1):
             raise ValueError(f"q_tile must be 1 or a power of two up to {WIDEST_TILE}, got {self.q_tile}")
-        if self.q_tile % self.block_size and self.block_size % self.q_tile:
+        if self.branches != ("selected",) and self.q_tile % self.block_size and self.block_size % self.q_tile:
             raise ValueError(
                 f"q_tile must be a multiple or a divisor of block_size, got q_tile={self.q_tile}, "
                 f"block_size={self.block_size}"
@@ -261,17 +262,6 @@ class NSAConfig:
         if unknown := sorted(name for name in new if name not in CONFIG_FIELDS):
             raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")
         return cls(**new)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListConfig(NSAConfig):
-    """Options of `selected_attention`: of one branch, whose tiles need not fit blocks."""
-
-    window_size: int = 0
-    branches: tuple[str, ...] = ("selected",)
-
-    def _check_tile(self) -> None:
-        pass
 
 
 CONFIG_FIELDS = tuple(f.name for f in fields(NSAConfig))  # Dynamo cannot ask a class for them

@@ -28,7 +28,15 @@ FORWARD_MODE = (
 
 
 class ReverseMode(torch.autograd.Function):
-    """A function that vmap and forward mode refuse."""
+    """A function that vmap and forward mode refuse; its first argument computes it of the others."""
+
+    @staticmethod
+    def forward(compute: Callable[..., tuple], *args: Any) -> tuple:
+        return compute(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -41,14 +49,6 @@ class ReverseMode(torch.autograd.Function):
 
 class FirstDerivatives(ReverseMode):
     """Backward as a function of everything that it depends on, so that every second derivative fails here."""
-
-    @staticmethod
-    def forward(compute: Callable[..., tuple], *args: Any) -> tuple:
-        return compute(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:

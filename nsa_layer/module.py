@@ -14,14 +14,7 @@ from nsa_layer.api import nsa
 from nsa_layer.block_mlp import BlockMLP, compress_blocks, compress_sequences
 from nsa_layer.branches import Branches, check_branches
 from nsa_layer.call import Aux
-from nsa_layer.checks import (
-    BATCH,
-    PACKED,
-    check_starts,
-    check_tensor,
-    host_reads,
-    require_config,
-)
+from nsa_layer.checks import BATCH, PACKED, check_starts, check_tensor, host_reads, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_one_of, require_sizes
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
 from nsa_layer.context_parallel.shard import compress_shard
@@ -106,7 +99,7 @@ class NSAttention(Branches):
         require_sizes(head_dim=D, head_dim_v=Dv)
         require_config(config)
         own = dict(gate=gate, compression=compression, index_dim=index_dim)
-        check_branches(config, **own)
+        self.gate = own["gate"] = check_branches(config, "query", **own)
         require_bools(kv_per_branch=kv_per_branch)
         if kv_per_branch and config.branches == ("selected",):
             raise ValueError("kv_per_branch=True needs a branch beside the selected one, got branches=('selected',)")
@@ -115,9 +108,7 @@ class NSAttention(Branches):
             raise TypeError(f"rope must be callable or None, got {rope!r}")
         self.dim, self.head_dim, self.head_dim_v = dim, D, Dv
         self.rope, self.backend, self.memory = rope, backend, memory
-        if gate is None and len(config.branches) > 1:
-            own["gate"] = "query"
-        self.compression, self.kv_per_branch, self.gate = compression, kv_per_branch, own["gate"]
+        self.compression, self.kv_per_branch = compression, kv_per_branch
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, num_heads * D, **options)
         self.k_proj = nn.Linear(dim, num_kv_heads * D, **options)

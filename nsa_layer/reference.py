@@ -327,7 +327,7 @@ def gate_values(
     return torch.einsum("...hd,hid->...hi", q.to(dtype), gate_weight.to(dtype)).sigmoid()
 
 
-def attend(call: Call) -> tuple[torch.Tensor, Aux | torch.Tensor, torch.Tensor | None]:
+def attend(call: Call) -> tuple[torch.Tensor, Aux, torch.Tensor | None]:
     """The whole operator.
 
     Args:
@@ -335,12 +335,9 @@ def attend(call: Call) -> tuple[torch.Tensor, Aux | torch.Tensor, torch.Tensor |
             have a length of their own, packed ``spec.lengths_k``. Lists of the caller replace the selection.
 
     Returns:
-        As `nsa_layer.operators.attend`: o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, `Aux` or the
-        differentiable LSE of the selected branch alone, and the sums of an index' loss, or None.
+        o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, `Aux`, and the sums of an index' loss, or None.
     """
     branches, block_indices, scores, sums = attend_branches(call)
-    if call.alone:
-        return *branches[SELECTED], None
     g = gate_values(call.q, call.gate_weight, call.gates, len(branches))
     # A window of 0 tokens shows nothing, and its gate is not read.
     gated = ((g_i, *branches[name]) for name, g_i in zip(branches, g.unbind(-1)) if call.config.computes(name))

@@ -15,11 +15,7 @@ import torch
 from nsa_layer.call import Call
 from nsa_layer.config import NSAConfig
 
-BACKENDS = {
-    "cute": "nsa_layer.cute.pages",
-    "eager": "nsa_layer.eager.pages",
-    "reference": "nsa_layer.reference",
-}
+BACKENDS = {"cute": "nsa_layer.cute.pages", "eager": "nsa_layer.eager.pages", "reference": "nsa_layer.reference"}
 ARCHITECTURES = {90: "runs", 100: "compiles"}  # no GPU has run sm_100: it is compiled, and traced in tests
 KV_TILE = 128  # tokens of the kernels' key/value tile
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
@@ -59,21 +55,14 @@ def _dims(call: Call) -> tuple[int, int]:
     return call.q.shape[-1], (call.v if call.cache is None else call.cache.v_cache).shape[-1]
 
 
-def _has_index(call: Call) -> bool:
-    return call.config.rule == "index"
-
-
 def _selects(call: Call) -> bool:
     """True if blocks are selected by the compressed branch."""
-    return call.block_indices is None and not _has_index(call)
-
-
-def _has_too_small_blocks(call: Call) -> bool:
-    return call.q_heads_per_list * call.config.block_size < UNION_BLOCK
+    return call.block_indices is None and call.config.rule != "index"
 
 
 def _has_too_long_lists(call: Call) -> bool:
-    return call.block_indices is None and call.config.block_counts > MOST_BLOCKS * (2 if _has_index(call) else 1)
+    most = MOST_BLOCKS * (2 if call.config.rule == "index" else 1)
+    return call.block_indices is None and call.config.block_counts > most
 
 
 def _has_too_many_heads(call: Call) -> bool:
@@ -84,14 +73,6 @@ def _has_too_many_heads(call: Call) -> bool:
 def _has_too_many_overlaps(call: Call) -> bool:
     overlaps = (call.config.block_size + call.config.span) // call.config.stride - 1
     return _selects(call) and call.config.by_token and overlaps > MOST_OVERLAPS
-
-
-def _shows_incomplete_keys(call: Call) -> bool:
-    return (call.config.stride, call.config.offset) == (1, 0) and call.config.span > 1
-
-
-def _has_other_index(call: Call) -> bool:
-    return call.q_index is not None and call.q_index.shape[-1] not in INDEX_DIMS
 
 
 # Features that the kernels have on all `ARCHITECTURES`, and those that they lack on all, with a test of the calls that
@@ -124,13 +105,19 @@ LACKING: dict[str, Callable[[Call], bool]] = {
     "any other head dimension": lambda call: _dims(call) not in [(D, D) for D in ROW_LENGTHS],
     "any other block_size": lambda call: KV_TILE % call.config.block_size and call.config.block_size % UNION_BLOCK,
     "block_size below 16": lambda call: call.config.block_size < LEAST_BLOCK,
-    "block_size 16 with G below 4, 32 with 1": _has_too_small_blocks,
+    "block_size 16 with G below 4, 32 with 1": lambda call: (
+        call.q_heads_per_list * call.config.block_size < UNION_BLOCK
+    ),
     "block_counts above 64, of an index above 128": _has_too_long_lists,
     "G above 128 with q_tile 1, above 32 with others": _has_too_many_heads,
     "blocks that more than 64 compressed keys overlap": _has_too_many_overlaps,
-    "compress_offset 0 with compress_stride 1": _shows_incomplete_keys,
+    "compress_offset 0 with compress_stride 1": lambda call: (
+        call.config.span > call.config.stride == 1 and not call.config.offset
+    ),
     "rule='seed'": lambda call: call.config.rule == "seed",
-    "index of other than 16, 32, 64 or 128 dimensions": _has_other_index,
+    "index of other than 16, 32, 64 or 128 dimensions": lambda call: (
+        call.q_index is not None and call.q_index.shape[-1] not in INDEX_DIMS
+    ),
 }
 
 

@@ -61,16 +61,21 @@ def attend(
     if call.k_index is not None:  # lists may share one key; heads are exchanged, and computed, apart
         call = call._replace(k_index=call.k_index.expand(*call.k.shape[:-1], -1))
 
+    def asked(aux: Aux | None) -> Aux | Tensor | None:
+        """Of the auxiliary results those that the function returns."""
+        return None if not more else aux.lse_slc if alone else aux
+
     def attend_whole(call: Call) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
         """A call of all tokens and some heads."""
         if options["validate"] and call.q.is_cuda and torch.compiler.is_compiling():
             assert_numbers(call, max_seqlen=static.get("max_seqlen"))
-        o, rest, sums = operators.attend(call, memory=memory, return_aux=more)
-        return o, rest if more else None, sums
+        o, aux, sums = operators.attend(call, memory=memory, return_aux=more)
+        return o, asked(aux), sums
 
     with autocast.off(call.q.device):
         if gathers:
-            o, rest, sums = gather.attend_shard(cp, call, memory, return_aux=more)
+            o, aux, sums = gather.attend_shard(cp, call, memory, return_aux=more)
+            rest = asked(aux)
         else:
             memory = heads.memory_of_steps(call, layouts[TOKENS], cp, memory)
             o, rest, sums = heads.attend_heads(attend_whole, cp, call, layouts)

@@ -22,7 +22,7 @@ from nsa_layer.checks import (
     require_config,
     starts_of_lengths,
 )
-from nsa_layer.config import ListConfig
+from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.layout import ShardLayout, block_layout, resized
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 from nsa_layer.operators.registration import dispatcher_sees
@@ -159,7 +159,7 @@ def check_shard(
     return checked(call._replace(**stand_ins), **static), layouts
 
 
-def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -> ListConfig:
+def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -> NSAConfig:
     """Options of `selected_attention`: the number of lists tells how many queries of a chunk share one."""
     if call.q_offset is not None or call.cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k and q_offset must be None with cp, where queries have the positions of keys")
@@ -172,7 +172,8 @@ def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -
             f"block_indices must have a list for each of the rank's {local} queries, or, not packed, for each tile of "
             f"its chunks of {chunk}, got {count} lists"
         )
-    return ListConfig(block_size=block_size, q_tile=q_tile, deterministic=deterministic)
+    sizes = dict(block_size=block_size, q_tile=q_tile, window_size=0)
+    return NSAConfig(**sizes, deterministic=deterministic, branches=("selected",))
 
 
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 def attend_shard(
     cp: ContextParallel, call: Call, memory: MemoryPolicy, *, return_aux: bool
-) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Aux | None, Tensor | None]:
     """`operators.attend` of a rank's queries, without what is not asked for; checked arguments.
 
     Args:
@@ -67,8 +67,6 @@ def attend_shard(
     width = config.list_width(total)
     joined = partial(_joined, saved, len(cp.chunks))
     lses = {name: joined(name, -1) for name in LSES.values()}
-    if call.alone:
-        return o, lses["lse_slc"], None
     lists, scores = (joined(name, -3, width) for name in ("block_indices", "index_scores"))
     if scores is not None:
         scores = scores.masked_fill(lists < 0, -torch.inf)

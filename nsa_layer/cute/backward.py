@@ -13,13 +13,7 @@ from nsa_layer.config import BRANCHES
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend_branch, attend_selected, compiling
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
-from nsa_layer.cute.head_slices import (
-    head_group,
-    joined,
-    narrow,
-    query_heads,
-    saved_of_group,
-)
+from nsa_layer.cute.head_slices import head_group, joined, narrow, query_heads, saved_of_group
 from nsa_layer.cute.index_loss import index_loss_backward
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.selected import dq_options, query_lists, selected_options, token_block_csr, use_split_dq

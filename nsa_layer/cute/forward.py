@@ -14,14 +14,9 @@ from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.lists.query_bits import block_sums
 from flash_attn.cute.mma.form import use_mma_sync
 from flash_attn.cute.runtime import replay
-from nsa_layer.call import Call, CallSpec, Saved, Signature
+from nsa_layer.call import Call, CallSpec, Saved, Signature, lse_shape
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.head_slices import (
-    head_group,
-    join_saved,
-    narrow,
-    query_heads,
-)
+from nsa_layer.cute.head_slices import head_group, join_saved, narrow, query_heads
 from nsa_layer.cute.index_loss import index_loss_forward
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.select_blocks import choose_by_index, select_blocks
@@ -159,8 +154,7 @@ def compiling(call: Call, plan: MemoryPlan, *, backward: bool) -> AbstractContex
 
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """New tensors like those that `attend` returns."""
-    rows = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
 def attend_branch(
@@ -178,8 +172,8 @@ def attend_branch(
         [Hq, total].
     """
     if k.shape[-3] == 0:
-        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse.mT.contiguous()
+        lse = q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32)
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse
     return replay.attend(q, k, v, into, softmax_scale=spec.softmax_scale, **options)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call import OWN_KEYS, Call, CallSpec
+from nsa_layer.call import OWN_KEYS, Call
 from nsa_layer.cute.host_constants import aligned, numbers_on
 from nsa_layer.kernels.launch import aligned_rows
 from nsa_layer.support import UNION_ROWS, hopper_kv_tile, reads_unions
@@ -57,7 +57,9 @@ class Varlen(NamedTuple):
         longest = call.longest, call.longest_k, config.compressed_length(call.longest_k)
         if not call.packed:
             return cls(*[None] * 9, *longest)
-        rows, kv_tile = call.q_heads_per_list, _kv_tile(spec)
+        rows, kv_tile = call.q_heads_per_list, config.block_size  # which `cu_key_blocks` count
+        if not reads_unions(config, listed=spec.listed):
+            kv_tile = hopper_kv_tile(kv_tile)
         of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, UNION_ROWS - 1, UNION_ROWS)
         of_k = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)
         if call.lengths_known:
@@ -89,12 +91,6 @@ def _first_positions(call: Call, varlen: Varlen) -> torch.Tensor | None:
     if not call.lengths_known:
         return None if call.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
     return numbers_on((call.offsets,), call.q.device)[0] if any(call.offsets) else None
-
-
-def _kv_tile(spec: CallSpec) -> int:
-    """Tokens that `Varlen.cu_key_blocks` count."""
-    size = spec.config.block_size
-    return size if reads_unions(spec.config, listed=spec.listed) else hopper_kv_tile(size)
 
 
 def starts_of(cu_seqlens: torch.Tensor, counts: Counts) -> tuple[torch.Tensor, ...]:

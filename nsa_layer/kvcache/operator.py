@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,14 +94,6 @@ differentiate(register(_step_schema(), _step, _fake), _step)
 
 class _WithoutGradient(derivatives.ReverseMode):
     """Copies, whose backward is an operator that raises: a graph keeps it, and raises when it runs."""
-
-    @staticmethod
-    def forward(run: Callable[..., tuple], *args: Any) -> tuple[Tensor, ...]:
-        return run(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

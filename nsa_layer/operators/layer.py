@@ -13,22 +13,15 @@ from torch.nn.functional import pad
 
 from nsa_layer import derivatives, reference, support
 from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, CallSpec, Saved
-from nsa_layer.checks import (
-    check_compressed,
-    check_lists,
-    check_positions,
-    host_reads,
-    starts_of_lengths,
-    with_lengths,
-)
-from nsa_layer.config import CONFIG_FIELDS, ListConfig, NSAConfig
+from nsa_layer.checks import check_compressed, check_lists, check_positions, host_reads, starts_of_lengths, with_lengths
+from nsa_layer.config import CONFIG_FIELDS, NSAConfig
 from nsa_layer.cute.memory_plan import NOTHING, MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher, none_for_empty
 from nsa_layer.saved_shapes import saved_shapes
 
 Tensor = torch.Tensor
 SCHEMA_TYPES = {"int": "int", "int | None": "int?", "bool": "bool", "str": "str", "tuple[str, ...]": "str"}
-OF_SPEC = "bool causal, float softmax_scale, bool alone, str backend, float? index_scale, bool index_loss"
+OF_SPEC = "bool causal, float softmax_scale, str backend, float? index_scale, bool index_loss"
 CONFIG = f"{', '.join(f'{SCHEMA_TYPES[f.type]} {f.name}' for f in fields(NSAConfig))}, {OF_SPEC}"
 SPEC_FIELDS = tuple(each.split()[-1] for each in OF_SPEC.split(", "))
 STATIC_NAMES = (*CONFIG_FIELDS, *SPEC_FIELDS)
@@ -36,13 +29,9 @@ INPUTS, COUNT, FIELDS = len(TENSORS), len(DIFFERENTIABLE), len(Saved._fields)
 
 
 def attend(
-    call: Call,
-    *,
-    memory: MemoryPolicy = MemoryPolicy(),
-    return_aux: bool = True,
-) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
-    """o and `Aux`, or of `selected_attention` the log-sum-exp; and the sums of an index' loss, the first of which has
-    a gradient. Arguments as they have been checked.
+    call: Call, *, memory: MemoryPolicy = MemoryPolicy(), return_aux: bool = True
+) -> tuple[Tensor, Aux | None, Tensor | None]:
+    """o, `Aux`, and the sums of an index' loss, the first of which has a gradient; arguments as they have been checked.
 
     In graphs and modes the policy says what is saved, and groups of heads follow, when they run, from what is free.
     Where the dispatcher would do nothing, the operator is called as a function, to save time. The reference is no
@@ -75,8 +64,6 @@ def attend(
         with torch.no_grad():
             o, *saved = _forward(*tensors, *static)
     saved = Saved(*map(none_for_empty, saved[:FIELDS]))
-    if call.alone:
-        return o, saved.lse_slc, None
     return o, saved.aux(call) if return_aux else None, saved.index_sums
 
 
@@ -136,8 +123,7 @@ def static_spec(static: Iterable[Any], *, listed: bool = False) -> CallSpec:
 def _call_spec(static: tuple[Any, ...], listed: bool) -> CallSpec:
     of_config, of_spec = dict(zip(CONFIG_FIELDS, static)), dict(zip(SPEC_FIELDS, static[len(CONFIG_FIELDS) :]))
     of_config["branches"] = tuple(of_config["branches"].split())
-    config = (ListConfig if of_spec["alone"] else NSAConfig)(**of_config)
-    return CallSpec(config, listed=listed, **of_spec)
+    return CallSpec(NSAConfig(**of_config), listed=listed, **of_spec)
 
 
 def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | None) -> Call:
@@ -159,7 +145,7 @@ def _forward(*args: Any) -> tuple[Tensor | None, ...]:
     q, spec = call.q, call.spec
     check_lists(call)
     check_compressed(call)
-    if call.alone and call.lengths_known:
+    if call.one_branch and call.lengths_known:
         pairs = zip(spec.lengths or q.shape[1:2], spec.key_lengths or call.k.shape[1:2])
         check_positions(call.q_offset, tuple(pairs), causal=spec.causal)
     with torch.cuda.device_of(q):

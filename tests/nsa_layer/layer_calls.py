@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_layer.cached_call import check_call
 from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call
-from nsa_layer.config import ListConfig, NSAConfig
+from nsa_layer.config import NSAConfig
 from nsa_layer.operators import static_arguments
 from nsa_layer.operators.layer import STATIC_NAMES
 from nsa_tools.testing.cases import Case, make_inputs
@@ -71,8 +71,8 @@ def operator_call(
     tensors = {n: x.transpose(-2, -3).contiguous().transpose(-2, -3) for n, x in tensors.items()}
     if alone:
         tensors = {name: tensors[name] for name in "qkv"}
-        config = ListConfig(block_size=case.config.block_size, q_tile=case.config.q_tile, window_size=0)
-        spec = replace(spec, config=config, alone=True)
+        sizes = dict(block_size=case.config.block_size, q_tile=case.config.q_tile, window_size=0)
+        spec = replace(spec, config=NSAConfig(**sizes, branches=("selected",)))
     for name, x in tensors.items():
         x.requires_grad_(grads is None or name in grads)
     if lists:

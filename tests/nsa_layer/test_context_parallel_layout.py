@@ -15,7 +15,6 @@ from stub_kernels import stubbed_layer
 
 from nsa_layer import ContextParallel, NSAConfig, nsa
 from nsa_layer.call import Call, CallSpec, Saved
-from nsa_layer.config import ListConfig
 from nsa_layer.context_parallel import attend, gather, gather_loop, heads
 from nsa_layer.context_parallel.layout import ShardLayout, query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
@@ -98,7 +97,7 @@ def test_gradients_of_queries_are_written_in_place() -> None:
 
     q, k, heads = torch.zeros(1, 150, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 150, 1, 64).bfloat16(), slice(2, 4)
     lists, dq = torch.zeros(1, 150, 1, 2, dtype=torch.int32), torch.zeros_like(q)[:, :, heads]
-    spec = CallSpec(ListConfig(block_size=64), True, 1.0, listed=True)
+    spec = CallSpec(NSAConfig(branches=("selected",), window_size=0), True, 1.0, listed=True)
     call, saved = Call(q[:, :, heads], k, k, block_indices=lists, spec=spec), Saved(lse_slc=torch.zeros(1, 2, 150))
     with stubbed_layer():
         plan = MemoryPlan(((0, 1),), (False,) * 3)

@@ -37,12 +37,15 @@ def choose(
 ) -> str:
     """The backend of a call with `rows` query heads for each list."""
     shape = dict(B=1, T=64, Hq=rows, Hkv=1, D=128, Dv=128, dtype=torch.bfloat16, config=TILES, gate="none")
-    call = Shape(**shape | changes | (dict(lists=(1, 3)) if alone else {})).call()
+    shape |= changes
+    if alone:
+        shape |= dict(lists=(1, 3), config=shape["config"].replace(branches=("selected",)))
+    call = Shape(**shape).call()
     if index_dim:
         call = call._replace(q_index=call.q[..., :index_dim], k_index=call.k[..., :index_dim])
     if cached:
         call = call._replace(cache=KVCache(*call[1:3], 0))
-    spec = replace(call.spec, alone=alone, index_loss=index_loss)
+    spec = replace(call.spec, index_loss=index_loss)
     return support.choose_backend(backend, call._replace(spec=spec), device)
 
 

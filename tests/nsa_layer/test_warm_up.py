@@ -34,7 +34,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy
-from nsa_layer.config import ListConfig
 from nsa_layer.call import OWN_KEYS, Call, CallSpec, KVCache, Signature
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
@@ -94,8 +93,8 @@ number = torch.int32
 longer = ((20, 2, 5), ((100, 200), (99, 201)), 300)
 for lists, lengths, keys in (((1, 300, 2, 5), (None, None), 300), ((1, 300, 4, 5), (None, None), 400), longer):
     packed = lengths[0] is not None
-    lead, config = () if packed else (1,), ListConfig(q_tile=16 if packed else 1, window_size=0)
-    spec = CallSpec(config, True, 0.125, *lengths, listed=True, alone=True)
+    lead, config = () if packed else (1,), NSAConfig(q_tile=16 if packed else 1, branches=("selected",), window_size=0)
+    spec = CallSpec(config, True, 0.125, *lengths, listed=True)
     q, k = (*lead, 300, 4, 64), (*lead, keys, 2, 64)
     for backward in (False, True):
         given = [(name, of, torch.bfloat16) for name, of in (("q", q), ("k", k), ("v", k))]

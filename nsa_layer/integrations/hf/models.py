@@ -51,9 +51,7 @@ class NSABranches(Branches):
         self.fixed = {name: deepcopy(getattr(config, name)) for name in FIXED}
         options, D = nsa_config(config.nsa), layer.head_dim
         own = dict(gate=config.nsa_gate, compression=config.nsa_compression, index_dim=config.nsa_index_dim)
-        check_branches(options, **own)
-        if own["gate"] is None and len(options.branches) > 1:
-            own["gate"] = "input"
+        own["gate"] = check_branches(options, "input", **own)
         sizes = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, D, D
         networks = self._add_branches(*sizes, options, **own, index_bias=layer.q_proj.bias is not None)
         self.networks = nn.ModuleDict(networks)
