@@ -17,7 +17,8 @@ from nsa_layer.config import LARGEST, WIDEST_TILE, NSAConfig, require_bools, req
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_KEPT = 1024
 Q_TILES = tuple(1 << i for i in range(WIDEST_TILE.bit_length()))  # queries that may share a list
-Q, FLOAT, INT32, ANY = "q", "float", "int32", "any"  # q's dtype; of floating point; what q may have
+# q's dtype; of floating point; int32; the same, for what may be int64 before `lists_in_int32`; what q may have.
+Q, FLOAT, INT32, LISTS, ANY = "q", "float", "int32", "int32 or int64", "any"
 
 
 class Kind(NamedTuple):
@@ -117,8 +118,8 @@ def check_kind(name: str, x: object, q: object, dtype: str, *, optional: bool = 
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if dtype == FLOAT and not x.is_floating_point():
         raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
-    if dtype == INT32 and x.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {x.dtype}")
+    if dtype in (INT32, LISTS) and x.dtype != torch.int32:
+        raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
     if dtype == Q and x.dtype != q.dtype:
         raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
     if x.device != q.device:
@@ -225,7 +226,7 @@ def check_selected(
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     require_bools(causal=causal)
     _, layout = check_qkv(q, k, v, packed=packed, same_length=packed and starts_k is None)
-    check_kind_of_lists(lists, q)
+    check_kind("block_indices", lists, q, LISTS, optional=False)
     count = lists.shape[-3] if lists.dim() == q.dim() else None
     if packed:
         check_starts(starts)
@@ -343,13 +344,6 @@ def lists_in_int32(block_indices: object) -> object:
     return block_indices
 
 
-def check_kind_of_lists(lists: object, q: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless they are int32, as `lists_in_int32` returns them, on q's device."""
-    if isinstance(lists, torch.Tensor) and lists.dtype != torch.int32 and not lists.is_nested:
-        raise TypeError(f"block_indices must be int32 or int64, got {lists.dtype}")
-    check_kind("block_indices", lists, q, INT32)
-
-
 def check_lists(call: Call) -> None:
     """Raise TypeError or ValueError unless lists are int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n].
 
@@ -359,7 +353,7 @@ def check_lists(call: Call) -> None:
     lists, q, packed = call.block_indices, call.q, call.packed
     if lists is None:
         return
-    check_kind_of_lists(lists, q)
+    check_kind("block_indices", lists, q, LISTS)
     keys, shape = call.k if call.cache is None else call.cache.k_cache, tuple(lists.shape)
     known, heads = not packed or call.spec.lengths is not None, (keys.shape[-2], q.shape[-2])
     lead = shape[:1] if not known else (sum(call.num_lists),) if packed else (q.shape[0], *call.num_lists)

@@ -176,7 +176,7 @@ BY_INDEX = (
 )  # fmt: skip
 LISTED = (
     *of_tensors(selected_attention, keys="B S", S=30),
-    ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, None),
+    ("block_indices", TypeError, "block_indices must be a torch.Tensor, got", *NO_TENSORS, None),
     ("block_indices", ValueError, "block_indices must have a list for each query, 20, .*, got 7", lambda x: x[:, :7]),
     ("block_indices", ValueError, r"block_indices must have shape \(2, 20, 2 or 4, n\)", lambda x: x[:, :, :1]),
     *not_a_size("block_size"),
@@ -294,7 +294,7 @@ OF_CACHE = (
     ("q k v", *NOT_A_TENSOR, None),
     ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:]),
     ("validate return_lse", *NOT_A_BOOL),
-    ("page_table cache_batch_idx cache_seqlens k_cache config window", TypeError, "attend takes the options .*, got {}",
+    ("page_table cache_batch_idx cache_seqlens k_cache config window", TypeError, "attend has the options .*, got {}",
      None, 1),
     ("out", ValueError, "out is written to, must not be expanded", torch.zeros(1, T, HQ, DV).expand(B, T, HQ, DV)),
     ("q", ValueError, "q must have at most 32 tokens a sequence, the caches' capacity, got 40",
@@ -420,21 +420,21 @@ FORWARD = (
     ("cu_seqlens", TypeError, "cu_seqlens must be int32, got torch.int64", in_a_pack(torch.tensor([0, T]))),
     ("cu_seqlens", ValueError, r"cu_seqlens must be \[sequences \+ 1\]", in_a_pack(starts(0))),
     ("cache", TypeError, "cache must be an NSACache or None, got", True, {}, NSACache),
-    ("cache", ValueError, "cache must have config=NSAConfig", empty_cache()),
-    ("cache", ValueError, "cache must have sequences=1, .*got 2", with_cache(x=torch.zeros(1, T, 32))),
+    ("cache", ValueError, "cache must have the layer's config NSAConfig", empty_cache()),
     ("cache", ValueError, "cache needs causal=True", with_cache(causal=False), with_cache(return_aux=True)),
-    ("cache", ValueError, "cache must have own_window=True, .*got False", with_cache(dict(kv_per_branch=True))),
-    ("cache", ValueError, "cache must have head_dim_v=8, .*got 6", with_cache()),
-    ("cache", ValueError, "cache must have head_dim=16, .*got 8", with_cache(dict(head_dim=16))),
-    ("cache", ValueError, "cache must have dtype=torch.float64, .*got torch.float32",
+)
+OF_NSA = (  # refused by nsa or NSACache.attend, which come after the projections
+    ("cache", ValueError, r"k_cache must have shape \(1, S, .*got \(2,", with_cache(x=torch.zeros(1, T, 32))),
+    ("cache", ValueError, "sources must be given to a cache with own_sources", with_cache(dict(kv_per_branch=True))),
+    ("cache", ValueError, r"v must have shape .*, 6\), got .*, 8\)", with_cache()),
+    ("cache", ValueError, r"k_cache must have shape .*, 16\), got .*, 8\)", with_cache(dict(head_dim=16))),
+    ("cache", TypeError, "k_cache must have q's dtype torch.float64, got torch.float32",
      with_cache(dict(head_dim_v=6, dtype=torch.float64), x=torch.zeros(B, T, 32).double())),
-)  # fmt: skip
-OF_NSA = (  # refused by nsa, which comes after the projections
     ("x", ValueError, "no empty dimension", torch.zeros(1, 0, 32)),
     ("cu_seqlens", ValueError, "cu_seqlens must end", in_a_pack(starts(0, 4))),
     ("max_seqlen", ValueError, "max_seqlen is for packed input", 5),
     ("causal", *NOT_A_BOOL),
-)
+)  # fmt: skip
 ROPE = (
     ("head_dim", ValueError, "head_dim must be even and at least 2, got", 7, 0, -2),
     ("slowest_of", ValueError, "slowest_of must be even and at least head_dim=8, got", 6, 9),

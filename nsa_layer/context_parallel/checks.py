@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from nsa_layer.call import Call, CallSpec
 from nsa_layer.checks import (
+    LISTS,
     Q_TILES,
     check_inputs,
-    check_kind_of_lists,
+    check_kind,
     check_lengths,
     check_qkv,
     check_selected,
@@ -164,7 +165,7 @@ def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -
     if call.q_offset is not None or call.cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k and q_offset must be None with cp, where queries have the positions of keys")
     lists, local = call.block_indices, call.q.shape[-3]
-    check_kind_of_lists(lists, call.q)
+    check_kind("block_indices", lists, call.q, LISTS, optional=False)
     count = lists.shape[-3] if lists.dim() == call.q.dim() else local
     q_tile = next((tile for tile in Q_TILES if tile * count == local), None)
     if q_tile is None or (q_tile > 1 and (call.packed or chunk % q_tile)):

@@ -66,27 +66,26 @@ def select_blocks(
         if by_index:
             asking = q[:, rows].to(acc).transpose(1, 2)
             scores = score_blocks(asking, keys, tiles, config=config, scale=spec.index_scale)
-            selected = _list_blocks(scores, forced, candidate, config.list_width(S))
-            lists[:, rows, :, : selected.shape[-1]] = selected.transpose(1, 2)
-            scores = scores.gather(-1, selected.clamp(min=0)).masked_fill_(selected < 0, -torch.inf)
-            values[:, rows, :, : selected.shape[-1]] = scores.transpose(1, 2)
-            continue
-        asking = q[:, rows].to(acc).unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, m, D]
-        scores = (asking.flatten(2, 3) @ keys).unflatten(2, asking.shape[2:4]).mul_(spec.softmax_scale)
-        if config.by_token:
-            lse = lse_cmp[:, rows].unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1)
-            first_seen = torch.arange(keys.shape[-1], device=q.device) * config.stride + config.offset
-            hidden = (first_seen > tiles[:, None]) & causal
-            p = scores.sub_(lse.unsqueeze(-1)).exp_().masked_fill_(hidden, 0)
-            scores = _in_blocks(p.sum(2), S, config)
-        elif config.rule == "seed":
-            scores = scores.flatten(1, 2)
-        else:  # a tile without complete blocks divides 0 by 0
-            hidden = ~complete[:, : keys.shape[-1]]
-            scores = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0).sum(2)
-        scores = F.pad(scores, (0, N - scores.shape[-1]))
+        else:
+            asking = q[:, rows].to(acc).unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, m, D]
+            scores = (asking.flatten(2, 3) @ keys).unflatten(2, asking.shape[2:4]).mul_(spec.softmax_scale)
+            if config.by_token:
+                lse = lse_cmp[:, rows].unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1)
+                first_seen = torch.arange(keys.shape[-1], device=q.device) * config.stride + config.offset
+                hidden = (first_seen > tiles[:, None]) & causal
+                p = scores.sub_(lse.unsqueeze(-1)).exp_().masked_fill_(hidden, 0)
+                scores = _in_blocks(p.sum(2), S, config)
+            elif config.rule == "seed":
+                scores = scores.flatten(1, 2)
+            else:  # a tile without complete blocks divides 0 by 0
+                hidden = ~complete[:, : keys.shape[-1]]
+                scores = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0).sum(2)
+            scores = F.pad(scores, (0, N - scores.shape[-1]))
         selected = _list_blocks(scores, forced, candidate, config.list_width(S))
         lists[:, rows, :, : selected.shape[-1]] = selected.transpose(1, 2)
+        if by_index:
+            scores = scores.gather(-1, selected.clamp(min=0)).masked_fill_(selected < 0, -torch.inf)
+            values[:, rows, :, : selected.shape[-1]] = scores.transpose(1, 2)
     return lists, values
 
 

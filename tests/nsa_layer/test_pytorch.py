@@ -315,7 +315,7 @@ def test_a_layer_made_without_memory_is_filled_later(place: Place) -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["to own projections", "from own projections"])
 def test_a_state_of_a_layer_with_other_projections_is_refused(own: bool) -> None:
     state = nn.Sequential(layer(CPU, kv_per_branch=own)).state_dict()
-    with pytest.raises(RuntimeError, match=f"0.kv_per_branch={not own}, but .* kv_per_branch={own}"):
+    with pytest.raises(RuntimeError, match="0.branch_proj.k_win.weight"):
         nn.Sequential(layer(CPU, kv_per_branch=not own)).load_state_dict(state)
     same = nn.Sequential(layer(CPU, kv_per_branch=own))
     same.load_state_dict(state)
