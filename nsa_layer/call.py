@@ -97,7 +97,7 @@ class Call(NamedTuple):
         win_offset: where k_win and v_win have other rows than k and v, ``q_offset`` among these; else None.
         cu_seqlens_win: with it, the starts of packed k_win and v_win.
         spec: None until the arguments have been checked.
-        cache: keys and values are in caches, and k, v, k_cmp, v_cmp, k_win, v_win and k_index those that are added, or
+        cache: keys and values are in caches, and k, v, k_cmp, v_cmp, k_win, v_win and k_index the added ones, or
             None.
     """
 

@@ -144,7 +144,7 @@ class NSAConfig:
         return branch in self.branches and (branch != "window" or self.window_size > 0)
 
     def of_branches(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Of a value for each of `BRANCHES`, those of the branches that are there."""
+        """The values, of one for each of `BRANCHES`, of the branches that are there."""
         return tuple(x for x, name in zip(values, BRANCHES, strict=True) if name in self.branches)
 
     @property

@@ -1,6 +1,6 @@
 """The flash_attn.cute that Python would import: the patched build, a stock one, an outdated tree, or none.
 
-Nothing of flash_attn is imported to find out, since that takes a GPU stack; the build's marker module is read as text.
+Nothing of flash_attn is imported to find out, since that needs a GPU stack; the build's marker module is read as text.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class RotaryEmbedding(nn.Module):
         wide = positions.cpu() if positions.device.type == "mps" else positions
         D = self.slowest_of
         pair = torch.arange(D - self.head_dim, D, 2, device=wide.device, dtype=torch.float64)
-        turns = wide.to(torch.float64).unsqueeze(-1) * (self.base ** (-pair / D) / (2 * math.pi))
-        return turns.sub_(turns.round()).mul_(2 * math.pi).to(positions.device, dtype)
+        cycles = wide.to(torch.float64).unsqueeze(-1) * (self.base ** (-pair / D) / (2 * math.pi))
+        return cycles.sub_(cycles.round()).mul_(2 * math.pi).to(positions.device, dtype)
 
     def extra_repr(self) -> str:
         of = f", slowest_of={self.slowest_of}" if self.slowest_of > self.head_dim else ""

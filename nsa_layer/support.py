@@ -195,6 +195,6 @@ def on_backend(backend: str | None, call: Call) -> Call:
     """The call as it runs: deterministic where PyTorch asks for it, on the backend of `choose_backend`."""
     spec = call.spec.in_force()
     if backend == "reference" and call.cache is None and call.cu_seqlens is not None and torch.compiler.is_compiling():
-        raise NotImplementedError("backend='reference' reads cu_seqlens, so that a graph takes no packed sequences")
+        raise NotImplementedError("backend='reference' reads cu_seqlens, so that a graph can have no packed sequences")
     name = choose_backend(backend, call, call.q.device)
     return call._replace(spec=spec if name == spec.backend else replace(spec, backend=name))

@@ -1,8 +1,8 @@
-"""How the packages are kept readable: which may import which, no circle, no long function, no deep folder, few records.
+"""The packages are kept readable: which may import which, no circle, no long function, no deep folder, few records.
 
 Imports go in one direction, nsa_tools, fuzz, benchmarks, tests -> nsa_layer -> flash_attn.cute, and backends of the
 layer never import one another: what one gets wrong, another can show. docs/architecture.md has a picture of all imports
-between rooms, which `python tests/test_house.py` draws.
+between folders, which `python tests/test_house.py` draws.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAY_IMPORT = {
     "patches": (),
 }
 OURS = {*MAY_IMPORT, "tests"}
-# Modules of nsa_layer outside its packages, by the room that they belong to; the others are its "api".
-ROOM_OF = {
+# Modules of nsa_layer outside its packages, by the folder that they count as; the others are its "api".
+FOLDER_OF = {
     **dict.fromkeys(("config", "call", "checks", "cached_call", "saved"), "config"),
     **dict.fromkeys(("autocast", "derivatives", "fork", "profiler_ranges", "projection", "support"), "support"),
     "block_mlp": "eager",
@@ -134,8 +134,8 @@ def test_reference_shares_nothing_but_the_problem() -> None:
     assert reached("nsa_layer.reference") <= {"nsa_layer.reference", "nsa_layer.config", "nsa_layer.call"}
 
 
-def room(module: str) -> tuple[str, str] | None:
-    """The package that a module belongs to, and its room there ("" where a package is one room); None: not ours."""
+def folder_of(module: str) -> tuple[str, str] | None:
+    """The package that a module belongs to, and its folder there ("" where a package is one); None: not ours."""
     package, *rest = module.split(".")
     if package not in MAY_IMPORT:
         return None
@@ -146,7 +146,7 @@ def room(module: str) -> tuple[str, str] | None:
     if name and (folder / name).is_dir():
         return package, name
     if package == "nsa_layer":
-        return package, ROOM_OF.get(name, "api")
+        return package, FOLDER_OF.get(name, "api")
     return package, "facades" if (folder / f"{name}.py").exists() else "upstream"
 
 
@@ -161,11 +161,11 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def picture() -> str:
-    """Rooms and what they import, as a Mermaid graph: rooms of their own package, other packages as a whole."""
+    """Folders and what they import, as a Mermaid graph: folders of their own package, other packages as a whole."""
     arrows = defaultdict(set)
     for module, file in modules():
-        own, named = room(module), set(imports(file))
-        for other in map(room, named - {name.rpartition(".")[0] for name in named}):
+        own, named = folder_of(module), set(imports(file))
+        for other in map(folder_of, named - {name.rpartition(".")[0] for name in named}):
             if other not in (None, own):
                 arrows[own].add(other)
     lines = ["```mermaid", "flowchart TD"]
@@ -285,6 +285,33 @@ def test_a_name_of_host_code_has_one_meaning() -> None:
             for name in names | ({node.name} if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else set()):
                 where[name].add(str(file))
     assert {name for name, modules in where.items() if len(modules) > 1} <= SHARED
+
+
+# Names that say nothing, and words that the field has others for: slot, capacity, shard, work tile, semaphore.
+VAGUE_NAMES = {"places", "room", "rooms", "stretch", "item", "recorded", "those", "takes"}
+VAGUE_WORDS = re.compile(r"\b(places|rooms?|stretch(es)?|what is left|goes in parts)\b", re.IGNORECASE)
+RIDDLE = re.compile(r"(What|Whether|Where|How|Those|These)\b")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_and_docstrings_are_in_words_of_the_field(package: str) -> None:
+    names, riddles = set(), set()
+    for module, file in modules_of(package).items():
+        text = file.read_text(encoding="utf-8")
+        assert not VAGUE_WORDS.search(text), f"{module}: {VAGUE_WORDS.search(text)}"
+        for node in ast.walk(ast.parse(text)):
+            names |= {getattr(node, field, None) for field in ("name", "arg")}
+            names |= {node.id} if isinstance(node, ast.Name) else set()
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                said = ast.get_docstring(node) or ""
+                riddles |= {f"{module}: {said.splitlines()[0]}"} if RIDDLE.match(said) else set()
+    assert not names & VAGUE_NAMES and not riddles, (names & VAGUE_NAMES, riddles)
+
+
+def test_docs_are_in_words_of_the_field() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8").replace("`stretch`", "")  # of an operator that is gone
+        assert not VAGUE_WORDS.search(text), f"{page.name}: {VAGUE_WORDS.search(text)}"
 
 
 if __name__ == "__main__":

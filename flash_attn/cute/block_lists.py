@@ -167,7 +167,7 @@ def transpose_lists(
 ) -> BlockSparseTensorsTorch:
     """Backward lists of the same blocks as forward lists (or forward lists of backward lists).
 
-    Takes time and memory in proportion to the places of `lists` (or to `listed`), besides its result. Rows come out in
+    Time and memory grow with the capacity of `lists` (or with `listed`), besides the result. Rows come out in
     rising order; lists that are repeated over batches or heads come out repeated. Indices must be in range.
 
     Args:

@@ -331,7 +331,7 @@ PLAN = (
     ("batch", ValueError, "lists for 2 sequences, the call has 3", 3),
 )  # fmt: skip
 PLAN_SM100 = ((BOTH[0], NotImplementedError, "only backward on SM90 follows a plan", lambda _: on_gpu(PLANNED)),)
-NO_BLOCKS = "blocks of .* queries and .* keys: the dq pass takes multiples of 128"
+NO_BLOCKS = "blocks of .* queries and .* keys: the dq pass supports multiples of 128"
 BAD_BLOCKS = [changed(block_size=size) for size in ((64, 128), (128, 96), (100, 128))]
 
 

@@ -1,7 +1,7 @@
 """CSR rows from their counts, by a single CTA: the starts of their entries, and work tiles over them.
 
 A CTA of 1,024 threads goes through the counts 8,192 at a time and carries the totals along: the lists of 65,536 tokens
-are one step, those of a million sixteen. More CTAs would have to wait for each other, which takes as long.
+are one step, the starts of a million sixteen. More CTAs would have to wait for each other, for as long.
 """
 
 import cutlass

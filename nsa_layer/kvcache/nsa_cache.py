@@ -187,7 +187,7 @@ class NSACache(LastingTensors):
             if x is None:
                 raise TypeError(f"{name} must be a torch.Tensor, got None")
         if unknown := options.keys() - OPTIONS:
-            raise TypeError(f"attend takes the options {', '.join(sorted(OPTIONS))}, got {', '.join(sorted(unknown))}")
+            raise TypeError(f"attend has the options {', '.join(sorted(OPTIONS))}, got {', '.join(sorted(unknown))}")
         if (sources is not None) != bool(self.sources) or (sources is not None and compress is None):
             raise ValueError("sources must be given to a cache with own_sources, with compress, and to no other")
         if compress is not None and not self.config.computes("compressed"):

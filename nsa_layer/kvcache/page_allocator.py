@@ -13,7 +13,7 @@ Spans = Sequence[tuple[int, int]]  # (first, end) of the slots that each sequenc
 
 
 class PageAllocator:
-    """The pages of each sequence, and those that are free.
+    """The pages of each sequence, and the free ones.
 
     Attributes:
         caches: [pages, page, H, D] each, of the same pages.

@@ -13,7 +13,7 @@ COMMANDS = {
     "check": "check sampled rows and gradients of a call of any length against an oracle in fp64",
     "profile": "show where the time of a call goes, component by component, and how far it is from its floor",
     "memory": "predict and measure the peak memory of a shape, and find the longest that fits",
-    "inspect": "print versions, patches, supported features and the backend that a shape takes",
+    "inspect": "print versions, patches, supported features and the backend that a shape runs on",
     "compile": "compile the kernels for an architecture, without a GPU",
 }
 TOOLS_EXTRA = ("matplotlib", "safetensors", "tabulate", "tqdm")  # as in pyproject.toml

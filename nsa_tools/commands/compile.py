@@ -1,6 +1,6 @@
 """`python -m nsa_layer compile`: compile kernels into the kernel cache without a GPU, and say which fail.
 
-With --seqlen all kernels that calls of one shape launch, which then find them there; without it those of calls that
+With --seqlen all kernels that calls of one shape launch, which then find them there; without it kernels of calls that
 cover the options of the layer.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m nsa_layer inspect`: print versions, patches, supported features, and the backend that a shape takes.
+"""`python -m nsa_layer inspect`: print versions, patches, supported features, and the backend that a shape runs on.
 
 This is what a bug report needs; it works without the tools extra.
 """
@@ -88,7 +88,7 @@ def support_table() -> Section:
 
 
 def shape(args: argparse.Namespace) -> Section:
-    """The backend that a training step of the shape takes by default, and why."""
+    """The backend that a training step of the shape runs on by default, and why."""
     sizes = dict(Hq=args.heads, Hkv=args.kv_heads, D=args.head_dim, Dv=args.head_dim_v)
     what = Shape(B=1, T=args.seqlen, **sizes, dtype=getattr(torch, DTYPES[args.dtype]), config=NSAConfig())
     backend, reason = explain_backend(what, support.device_arch())
@@ -97,7 +97,7 @@ def shape(args: argparse.Namespace) -> Section:
 
 
 def explain_backend(shape: Shape, arch: int) -> tuple[str, str]:
-    """The backend that a training step of this shape takes by default on an architecture, and why."""
+    """The backend that a training step of this shape runs on by default on an architecture, and why."""
     if shape.Hq % shape.Hkv:
         return "none", f"{shape.Hq} query heads are no multiple of {shape.Hkv} key/value heads"
     if support.kernel_family(arch) not in support.ARCHITECTURES:
@@ -127,7 +127,7 @@ def _as_text(report: dict[str, Section]) -> str:
         else:
             width = max(map(len, values))
             for key, value in values.items():
-                for number, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-                    out.append(f"  {key if not number else '':{width}}  {item if item is not None else '-'}")
+                for number, each in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                    out.append(f"  {key if not number else '':{width}}  {each if each is not None else '-'}")
         out.append("")
     return "\n".join(out).rstrip()

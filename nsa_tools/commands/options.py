@@ -103,7 +103,7 @@ def add_shape_options(parser: argparse._ActionsContainer, *, seqlen: list[int] |
         device = "cuda" if torch.cuda.is_available() else "cpu"
         add("--dtype", "default: bf16 on a GPU, else fp32", choices=DTYPES)
         add("--device", "where to run", default=device)
-        add("--backend", "cute, eager or reference (default: what `nsa` takes)")
+        add("--backend", "cute, eager or reference (default: that of `nsa`)")
         add("--data", "inputs: q and k change slowly along the sequence, or not", choices=DATA, default=DATA[0])
         add("--json", "also write what was ignored to this file", type=output_file)
     else:

@@ -86,7 +86,7 @@ def _floor(ms: float, floor: float) -> list[str]:
 
 
 def kernel_table(kernels: list[Kernel], *, rows: int) -> str:
-    """The kernels of one call, those that took longest first."""
+    """The kernels of one call, the longest first."""
     ms, count = Counter(), Counter()
     for kernel in kernels:
         name = kernel.name.replace("|", "/")

@@ -95,9 +95,9 @@ def _draw_factors(axes: Axes, lines: Lines, shapes: Sequence[tuple]) -> None:
     for T, rows in by_length.items():
         # One below the other, right of and below the lowest point: lines rise to the right.
         lowest = min(row.over_dense for row in rows)
-        for place, row in enumerate(sorted(rows, key=lambda row: -row.over_dense)):
+        for rank, row in enumerate(sorted(rows, key=lambda row: -row.over_dense)):
             text = f"{row.over_dense:.3g}{_suffix(row, shapes)}"
-            where = dict(xytext=(4, -LABEL_POINTS * (place + 1)), textcoords="offset points")
+            where = dict(xytext=(4, -LABEL_POINTS * (rank + 1)), textcoords="offset points")
             axes.annotate(text, (T, lowest), **where, fontsize=6, color=COLOURS[row.variant])
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}x")
 

@@ -66,13 +66,13 @@ def test_right_lists_pass() -> None:
 
 
 OUT = ", expected a key block of 0 .. 3"
-ROOM = ", expected 0 .. 4, which its row has room for"
+CAPACITY = ", expected 0 .. 4, the capacity of its row"
 TRANSPOSE = "backward lists must be the transpose of forward lists"
 LOCKS = "semaphore values of a query block are 0, 1, 2, ..., each once"
 # What is written, in turn, as the message has the last of it; and what follows that.
 MISTAKES = [
-    ("forward full_block_cnt[0, 2, 4] = -1", ROOM),
-    ("forward full_block_cnt[0, 2, 4] = 5", ROOM),
+    ("forward full_block_cnt[0, 2, 4] = -1", CAPACITY),
+    ("forward full_block_cnt[0, 2, 4] = 5", CAPACITY),
     ("forward mask_block_idx[0, 1, 2, 1] = -3", OUT),
     ("forward mask_block_idx[0, 1, 2, 1] = 4", OUT),
     ("forward mask_block_idx[0, 1, 2, 1] = 1073741824", OUT),
@@ -235,7 +235,7 @@ def test_the_sequence_is_named(form: str) -> None:
     ("form", "change", "expected"),
     [
         ("compact", dict(cu_total_m_blocks=None), "cu_total_m_blocks, with shape (6,); got None"),
-        ("compact", dict(cu_total_m_blocks=int32([0, 4, 4, 5, 8, 9])), "expected room for 5 rows of sequence 0"),
+        ("compact", dict(cu_total_m_blocks=int32([0, 4, 4, 5, 8, 9])), "expected capacity for 5 rows of sequence 0"),
         ("compact", dict(cu_total_m_blocks=int32([0, 5, 5, 6, 9, 11])), "[5] = 11, but mask_block_cnt has 10 rows"),
         ("stacked", dict(cu_block_idx_offsets=int32([-1, 0, 0, 0, 0, 0])), "by cu_block_idx_offsets, at place -1"),
         ("stacked", dict(cu_block_idx_offsets=int32([0, 20, 20, 22, 99])), "by cu_block_idx_offsets, at place 99"),

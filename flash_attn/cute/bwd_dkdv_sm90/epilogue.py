@@ -1,4 +1,4 @@
-"""Epilogue of dk and dv of 64 keys: rounded to memory, or stored as a partial sum; and the kernel that adds those.
+"""Epilogue of dk and dv of 64 keys: rounded to memory, or stored as a partial sum; the kernel that adds partial sums.
 
 Both kernels keep a tile in wgmma's registers: of every 8 columns a thread holds 2 in 2 rows. A partial sum keeps their
 order, by 8 columns, then by thread, then by register, and is read and written 16 bytes at a time. In rounded rows the
@@ -95,7 +95,7 @@ def add_partial_sums(
 ):
     """Adds the partial sums of each row that has several work tiles, in their order.
 
-    A CTA takes 32 columns of 64 keys, its first warpgroup dk, its second dv.
+    A CTA has 32 columns of 64 keys, its first warpgroup dk, its second dv.
     """
     work_tiles = WorkTiles.create(pairs, lengths, spec)
     index, columns, _ = cute.arch.block_idx()

@@ -107,11 +107,9 @@ def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, b
     if arch // 10 not in (9, 10):
         return f"sm_{arch}: the dk and dv pass by token is for sm_90 and sm_100"
     if dtype not in DTYPES:
-        return f"q is {dtype}: the dk and dv pass by token takes float16 and bfloat16"
+        return f"q is {dtype}: the dk and dv pass by token supports float16 and bfloat16"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
-        return (
-            f"head dimensions {head_dim} and {head_dim_v}: the dk and dv pass by token takes equal ones of {HEAD_DIMS}"
-        )
+        return f"head dimensions {head_dim} and {head_dim_v}: dk and dv by token support equal ones of {HEAD_DIMS}"
     if block_size % ROWS and block_size not in SMALL_BLOCKS:
-        return f"blocks of {block_size} keys: the dk and dv pass by token takes multiples of {ROWS}, 16 and 32"
+        return f"blocks of {block_size} keys: the dk and dv pass by token supports multiples of {ROWS}, 16 and 32"
     return None

@@ -58,7 +58,7 @@ def lists_of_queries(
     seqused: tuple[Optional[Tensor], Optional[Tensor]],
     max_seqlen_q: Optional[int],
 ) -> NamedTuple:
-    """Forward lists as the kernel takes them: checked, and normalised.
+    """Forward lists as the kernel reads them: checked, and normalised.
 
     q, k, lists, max_seqlen_q: as in `backward_dq`. cu_seqlens, seqused: of queries and of keys.
     """
@@ -117,7 +117,7 @@ def backward_dq(
         q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
         dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; written, for whole tiles of
             TILE_M queries (of lists with bits, for those of the queries), if ``out`` is given.
-        lists: forward lists, of every form that forward takes.
+        lists: forward lists, of every form that forward reads.
         dq: like q; contiguous in its last dimension. Rows past seqused_q are not written.
         softmax_scale: 1 / sqrt(D) unless given.
         causal, window_size, mask_mod, aux_tensors: the masks of the forward call.

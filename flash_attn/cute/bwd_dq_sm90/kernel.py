@@ -348,7 +348,7 @@ class FlashAttentionBackwardDqSm90:
         keys: int,
         dS: Optional[cute.Tensor],
     ) -> Products:
-        """Those of a warpgroup with a stage, or with `keys` keys of it. dS: registers for it, or None for new ones."""
+        """Products of a warpgroup with a stage, or `keys` keys of it. dS: registers for it, or None for new ones."""
         sQ, sdO, sK, sV = staged
         if keys < STEP:
             sK, sV = [parts_of_stages(t, (keys, self.spec.head_dim)) for t in (sK, sV)]

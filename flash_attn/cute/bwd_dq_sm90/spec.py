@@ -89,13 +89,13 @@ def unsupported(
     if arch // 10 != 9 and not (arch // 10 == 10 and has_bits(lists)):
         return f"sm_{arch}: the dq pass is for sm_90, and for sm_100 over lists with mask_block_bits"
     if dtype not in DTYPES:
-        return f"q is {dtype}: the dq pass takes float16 and bfloat16"
+        return f"q is {dtype}: the dq pass supports float16 and bfloat16"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
-        return f"head dimensions {head_dim} and {head_dim_v}: the dq pass takes equal ones of {HEAD_DIMS}"
+        return f"head dimensions {head_dim} and {head_dim_v}: the dq pass supports equal ones of {HEAD_DIMS}"
     block_q, block_k = lists.block_size or (TILE_M, STEP)
     if block_q % TILE_M or block_k not in (STEP // 2, STEP):
         return (
-            f"blocks of {block_q} queries and {block_k} keys: the dq pass takes multiples of {TILE_M} queries, and "
+            f"blocks of {block_q} queries and {block_k} keys: the dq pass supports multiples of {TILE_M} queries, and "
             f"{STEP // 2} or {STEP} keys"
         )
     return None

@@ -131,7 +131,7 @@ def lower_flag(flags: cute.Tensor, m_block: Int32, head_idx: Int32, batch_idx: I
 
 
 def allocate_output(smem: cutlass.utils.SmemAllocator, layout: cute.ComposedLayout, dtype) -> cute.Tensor:
-    """Room for a tile, laid out as the conversion lays out its own."""
+    """Shared memory of a tile, laid out as the conversion lays out its own."""
     tile = smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
     return tile if cute.rank(tile) == 2 else tile[None, None, 0]
 

@@ -65,7 +65,7 @@ def window_time(ctas: int, tiles: int, sms: int) -> float:
 SM90 = 9  # arch // 10
 OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself
 LOOPS_OVER_GROUP: Optional[bool] = None  # what `loops_over_group` says; None: by its rule. For tests and measurements
-MOST_BLOCKS = 24  # that a row of forward lists has room for, up to which two passes by groups are faster than one
+MOST_BLOCKS = 24  # capacity of a row of forward lists, up to which two passes by groups are faster than one
 FEW_BLOCKS = 8  # the same, up to which they are faster head by head too: with a plan, or with lists per query head
 LEAST_LOOPS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
 

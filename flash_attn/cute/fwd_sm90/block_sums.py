@@ -22,7 +22,7 @@ from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
 
 @dataclass(frozen=True)
 class BlockSums:
-    """What a warpgroup writes of a tile.
+    """Log-sum-exps of blocks that a warpgroup writes of a tile.
 
     written: int32 [rows of a thread], blocks so far.
     """

@@ -262,7 +262,7 @@ def softmax_step_in_any_order(
 class OpenStep:
     """A kernel's step over one block of a list, called as before.
 
-    step: the kernel's own; takes ``mask_fn=None``.
+    step: the kernel's own, with ``mask_fn=None``.
     edges: of the warpgroup's rows.
     width: keys of a block.
     """
@@ -288,7 +288,7 @@ class OpenStep:
 def loop_over_list(loop: Callable, step: Callable, state: Any, tail: TailMask, edges: Optional[KeyMask]) -> Any:
     """A kernel's loop over the blocks of a row, 128 keys at a step.
 
-    loop: of the kernel: takes ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``. step: of the kernel, over
+    loop: of the kernel, with ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``. step: of the kernel, over
     one block. edges: of the warpgroup's rows; None for edges that a `KeyMask` does not know.
 
     Returns:

@@ -51,7 +51,7 @@ class OwnBlocks:
         return (self.loop.mask_idx[at], *(self.loop.bits[at, word] for word in range(self.loop.words_per_entry)))
 
     def following(self, place: Int32, ahead: Entry) -> tuple[Int32, Int32, Entry, Entry]:
-        """Places of the next step's first and last block, the union's end if there is none, and their entries.
+        """Positions of the next step's first and last block, the union's end if there is none, and their entries.
 
         ahead: of the place.
         """
@@ -61,8 +61,8 @@ class OwnBlocks:
         last = Int32(cutlass.select_(second < self.reach, second, cutlass.min(first, self.reach - 1)))
         first = cutlass.min(first, last)
         entries = (tuple(cute.arch.shuffle_sync(x, lane) for x in ahead) for lane in (first, last))
-        places = (cutlass.min(place + 1 + lane, self.loop.count) for lane in (first, last))
-        return (*(cute.arch.make_warp_uniform(x) for x in places), *entries)
+        positions = (cutlass.min(place + 1 + lane, self.loop.count) for lane in (first, last))
+        return (*(cute.arch.make_warp_uniform(x) for x in positions), *entries)
 
     @cute.jit
     def pass_by(self, state: Any, blocks: Int32) -> Any:

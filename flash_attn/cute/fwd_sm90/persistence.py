@@ -14,8 +14,8 @@ from flash_attn.cute.compressed_causal.mask import CompressArgs
 from flash_attn.cute.lists import tiling
 from flash_attn.cute.lists.query_bits import has_bits
 
-MOST_ENTRIES = 64  # room of a row for mask and full blocks together, at most
-MOST_UNION_ENTRIES = 128  # of a union of tokens' lists: neighbours list alike, so it has a fifth of its room to a third
+MOST_ENTRIES = 64  # capacity of a row for mask and full blocks together, at most
+MOST_UNION_ENTRIES = 128  # of a union of tokens' lists: neighbours list alike, so a fifth to a third of it is filled
 MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for another tile
 
 # Keys of the tiles that a tile of queries visits in a window, at most (a window of 2,048 has fewer): there is less to
@@ -27,7 +27,7 @@ BARRIER_BYTES = 1 << 10  # what the barriers take, with what aligns the tiles be
 
 
 def capacity(tensors: BlockSparseTensorsTorch) -> float:
-    """Blocks that a row has room for, mask and full ones together: what is known without asking the device.
+    """Capacity of a row, mask and full blocks together: what is known without asking the device.
 
     Infinite for ragged and stacked lists, whose rows may have any length, and for lists without tensors.
     """
@@ -55,7 +55,7 @@ class ForwardTile(NamedTuple):
     def stages_beside_two_queries(self, most: int) -> int:
         """Stages of keys and values that fit beside two tiles' queries, `most` at most; 0 where tiles cannot overlap.
 
-        Three stages of 128 keys are 1 to 3 % faster than two. Output takes the place of queries, so they have to be
+        Three stages of 128 keys are 1 to 3 % faster than two. Output overwrites queries, so they have to be
         alike; queries come by TMA, so the heads of a group have to divide the tile.
         """
         D, Dv = self.head_dim, self.head_dim_v

@@ -2,7 +2,7 @@
 
 With few keys a tile of queries is done after a handful of key tiles, and a CTA to a tile waits for
 its queries, computes, and waits for its output, one after the other. Here a CTA loops over many tiles.
-Queries have two slots of shared memory, and a tile's output takes the place of its queries:
+Queries have two slots of shared memory, and a tile's output overwrites its queries:
 
     load warp     fills a slot with queries as soon as it is free, and goes on with keys and values
     consumers     wait for a slot's queries, compute, write the output over them, and go on

@@ -78,7 +78,7 @@ class UnionSoftmax(Softmax):
             Softmax.rescale_O(self, acc_O, row_scale)
 
     def top(self, r: int) -> Float32:
-        """What a row's probabilities are relative to, in base 2."""
+        """The score that a row's probabilities are relative to, in base 2."""
         return self.row_max[r] + self.base[r] - self.shift
 
     def finalize(self, final_scale: Float32 = 1.0, sink_val: Float32 | cute.Tensor | None = None) -> cute.Tensor:

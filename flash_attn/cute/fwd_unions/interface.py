@@ -1,6 +1,6 @@
 """Forward over unions of the tokens' own lists (`lists/query_bits`) for SM100, whose own forward reads no bits.
 
-Tiles, loop, loads and masks are those of the dq pass, the softmax is SM90's (`fwd_sm90/union_softmax`). Products go
+Tiles, loop, loads and masks are the dq pass's, the softmax is SM90's (`fwd_sm90/union_softmax`). Products go
 warp by warp (`mma.product`), which is right but slow.
 """
 

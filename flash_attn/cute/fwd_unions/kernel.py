@@ -32,7 +32,7 @@ from flash_attn.cute.utils import AuxData
 
 
 class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
-    """The kernel for one `DqSpec` of lists with bits; tiles and their places are those of the dq pass."""
+    """The kernel for one `DqSpec` of lists with bits; tiles and their order are the dq pass's."""
 
     @cute.jit
     def __call__(

@@ -292,7 +292,7 @@ def _within_lists(lists: Any, packed: Any, counts: torch.Tensor) -> _WorkTiles:
         starts = packed.starts[0].repeat_interleave(H // packed.heads, dim=0)
         low, high = plan[:, 6] & 0xFFFFFFFF, plan[:, 7]
         wrong |= (end > begin) & (starts.flatten()[key_block] != ((high << 32) | low))
-    wrong &= plan.any(-1)  # what a plan has room for beyond its work tiles is zeros
+    wrong &= plan.any(-1)  # capacity of a plan beyond its work tiles is zeros
     tiles = _WorkTiles(lists.plan, counts, sequence, batch, head, row, key_block, begin, end)
     if wrong.any():
         raise ValueError(
@@ -306,7 +306,7 @@ def _each_entry_once(tiles: _WorkTiles) -> None:
     counts, (_, H, N) = tiles.counts.flatten(), tiles.counts.shape
     planned = torch.zeros_like(counts).scatter_add_(0, tiles.key_block, tiles.end - tiles.begin)
     short = planned != counts
-    # Stretches of one list that begin elsewhere than the one before ends overlap, or leave a gap.
+    # Work tiles of one list that begin elsewhere than the one before ends overlap, or leave a gap.
     used = tiles.end > tiles.begin
     order = (tiles.key_block * (int(tiles.end.max()) + 1) + tiles.begin)[used].argsort()
     key_block, begin, end = (t[used][order] for t in (tiles.key_block, tiles.begin, tiles.end))

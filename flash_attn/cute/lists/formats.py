@@ -162,7 +162,7 @@ def as_ragged(
 
     rows_before: the field with the number of rows before each sequence, integers [B + 1]; the last one may lack.
     across: integers [B + 1], blocks before each sequence in the direction that rows list. Stacked lists need it: their
-    rows have room for each block of their sequence.
+    rows have capacity for each block of their sequence.
     """
     if tensors.mask_block_bits is not None:
         idx, bits = tensors.mask_block_idx.contiguous(), tensors.mask_block_bits.contiguous().flatten(0, -2)
@@ -198,7 +198,7 @@ def _starts(idx: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
 
 
 def _addressable(tensors: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
-    """Flat entries as if they were no longer than a kernel's shapes can say, which nothing reads: places are int64."""
+    """Flat entries as if they were no longer than a kernel's shapes can say, which nothing reads: offsets are int64."""
     fields = (*(name for kind in KINDS for name in (kind.idx, kind.order)), "mask_block_bits")
     given = {name: getattr(tensors, name) for name in fields}
     longer = {name: t for name, t in given.items() if t is not None and t.shape[0] > MOST_IN_SHAPE}

@@ -73,9 +73,9 @@ STEPS: dict[int, int] = {STEP // 2: 2}
 def forward_parts(
     head_dim: int, head_dim_v: int, tile_n: int, overlaps_products: bool, plain: bool, has_bits: bool = False
 ) -> int:
-    """Blocks that SM90 forward takes at a step: two by `two_block_steps`, with bits one by `own_blocks`.
+    """Blocks of a step of SM90 forward: two by `two_block_steps`, with bits one by `own_blocks`.
 
-    0 where it takes its own tile of `tile_n` keys.
+    0 where it has its own tile of `tile_n` keys.
     `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
     no paged keys but with bits, and no compressed-causal mask, which `masks` does not know.
     """

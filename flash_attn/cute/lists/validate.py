@@ -128,7 +128,7 @@ def _check_counts(side: Side) -> int:
         row = _first((counts < 0) | (counts > most))
         if row is not None:
             count, most = int(counts.flatten()[row]), int(side.of(most, row))
-            raise side.error(row, f"{side.at(cnt, row)} = {count}, expected 0 .. {most}, which its row has room for")
+            raise side.error(row, f"{side.at(cnt, row)} = {count}, expected 0 .. {most}, the capacity of its row")
         row = _first((counts > 0) & ((starts < 0) | (starts + counts > size))) if side.packed else None
         if row is not None:
             start, count = int(starts.flatten()[row]), int(counts.flatten()[row])

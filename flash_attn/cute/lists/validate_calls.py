@@ -311,7 +311,7 @@ def _check_capacity(direction: Direction, lists: Any, needed: list[int]) -> None
     for b, number in enumerate(needed):
         if starts[b] < 0 or starts[b + 1] - starts[b] < number:
             raise ValueError(
-                f"{name}[{b}] = {starts[b]} and [{b + 1}] = {starts[b + 1]}, expected room for {number} rows of "
+                f"{name}[{b}] = {starts[b]} and [{b + 1}] = {starts[b + 1]}, expected capacity for {number} rows of "
                 f"sequence {b}"
             )
     if starts[-1] > rows:

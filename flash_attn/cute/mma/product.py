@@ -2,7 +2,7 @@
 
 Every warp has 16 rows of wgmma's accumulator, in the registers that mma.sync has them in; first operands in registers
 lie alike too. wgmma's product is in flight until `wait`, the other is there when the call returns. SM100 has no wgmma,
-and its tcgen05 takes other kernels: these are right there, not fast.
+and its tcgen05 needs other kernels: these are right there, not fast.
 """
 
 from dataclasses import dataclass

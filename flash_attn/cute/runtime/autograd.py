@@ -64,20 +64,20 @@ def save_lists(ctx: Any, *given: Any) -> list[torch.Tensor]:
     ctx.kept_lists, saved = [], []
     for lists in given:
         fields = list(lists or ())
-        places = [at for at, field in enumerate(fields) if isinstance(field, torch.Tensor)]
-        for at in places:
+        positions = [at for at, field in enumerate(fields) if isinstance(field, torch.Tensor)]
+        for at in positions:
             saved.append(_versioned(fields[at]))
             fields[at] = None
-        ctx.kept_lists.append((lists and type(lists), fields, places))
+        ctx.kept_lists.append((lists and type(lists), fields, positions))
     return saved
 
 
 def take_lists(ctx: Any, saved: list[Any]) -> tuple[list[Any], list[Any]]:
     """The lists again, and what was saved behind their tensors."""
     given, tensors = [], iter(saved)
-    for kind, fields, places in ctx.kept_lists:
+    for kind, fields, positions in ctx.kept_lists:
         fields = fields.copy()
-        for at in places:
+        for at in positions:
             fields[at] = next(tensors)
         given.append(kind and kind(*fields))
     return given, list(tensors)

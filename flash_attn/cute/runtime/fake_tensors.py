@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class _NullTensor(torch.Tensor):
-    """A tensor at address 0, on any device, that no operator takes."""
+    """A tensor at address 0, on any device, that no operator accepts."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

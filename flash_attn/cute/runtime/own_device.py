@@ -54,7 +54,7 @@ def selected_arch() -> Optional[int]:
 
 def dispatch_arch() -> int:
     """The architecture that upstream's interface dispatches on, 90 for sm_90."""
-    from flash_attn.cute import interface  # which imports this room
+    from flash_attn.cute import interface  # which imports this package
 
     return interface._get_device_arch()
 

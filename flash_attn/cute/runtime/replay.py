@@ -86,7 +86,7 @@ def attend(
 
 
 def _with_slots(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
-    """Arguments with the places of tensors instead of these; None where one is not among them, or is there twice."""
+    """Arguments with slots in place of tensors; None where one is not among them, or is there twice."""
     same = {(x.data_ptr(), x.shape, x.stride(), x.dtype): _Slot(i) for i, x in enumerate(tensors)}
     if len(same) < len(tensors):
         return None

@@ -39,8 +39,8 @@ class CacheSlots(IntEnum):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Static options: tokens of a compressed key and between two, and of the window; whether tokens are added to those
-    in the caches."""
+    """Static options: tokens of a compressed key and between two, and of the window; whether tokens are added to
+    the cached ones."""
 
     span: int
     stride: int

@@ -56,17 +56,17 @@ class WarpRows:
         self.total.fill(0.0)
         self.acc.fill(0.0)
 
-    def load_k(self, places: list[cute.Tensor]) -> None:
-        """places: rows [D] of the keys g and g + 8."""
+    def load_k(self, keys: list[cute.Tensor]) -> None:
+        """keys: rows [D] of the keys g and g + 8."""
         c = cute.arch.lane_idx() % 4
-        for i, row in enumerate(places):
+        for i, row in enumerate(keys):
             for p in range(self.D // 32):
                 load_once(vector(row, 4 * p + c), self.k[None, p, i])
 
-    def load_v(self, places: list[cute.Tensor]) -> None:
-        """places: rows [D] of the values 2 c, 2 c + 1, 2 c + 8 and 2 c + 9."""
+    def load_v(self, values: list[cute.Tensor]) -> None:
+        """values: rows [D] of the values 2 c, 2 c + 1, 2 c + 8 and 2 c + 9."""
         g = cute.arch.lane_idx() // 4
-        for i, row in enumerate(places):
+        for i, row in enumerate(values):
             for j in range(self.D // 64):
                 load_once(vector(row, 8 * j + g), self.v[None, j, i])
 

@@ -101,7 +101,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Table:
-    """Places of one sequence in caches [rows, S, H, D] or, with pages, [pages, page, H, D].
+    """Slots of one sequence in caches [rows, S, H, D] or, with pages, [pages, page, H, D].
 
     Attributes:
         pages: int32 [B, n], or None.
@@ -115,7 +115,7 @@ class Table:
     count: Int32
 
     def page(self, at: Int32) -> Int32:
-        """The first coordinate of a place; always one of the caches'."""
+        """The first coordinate of a slot: a page, or a row; always one of the caches'."""
         if const_expr(self.pages is None):
             return self.sequence.row
         page = self.pages[self.sequence.b, at // self.size]

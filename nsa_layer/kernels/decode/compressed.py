@@ -2,7 +2,7 @@
 
 A thread block has up to 16 rows of a key/value head and a split of the compressed keys. Scores go to memory for the
 selection. The last split has the keys that this call completes, too; its thread blocks look at all the sequence's pages
-first, since a sequence that is led out of the caches writes nothing. Those of a further 16 rows write the same again,
+first, since a sequence that is led out of the caches writes nothing. CTAs of a further 16 rows write the same again,
 rather than wait for one another.
 """
 
@@ -106,7 +106,7 @@ class RowTile:
         split: Int32,
         splits: Int32,
     ) -> RowTile:
-        """With one of the rows' `splits` shares of the keys; the last has those that this call completes, too."""
+        """With one of the rows' `splits` shares of the keys; the last also has the keys that this call completes."""
         before, after = sequence.completed()
         share = cute.ceil_div(cute.ceil_div(before, splits), KEYS * warps) * KEYS * warps
         begin = cutlass.min(split * share, before)
@@ -179,7 +179,7 @@ class RowTile:
                 page = self.page(after + step)
 
     def write_scores(self, scores: list[Float32], now: Int32, to: cute.Tensor) -> None:
-        """Write those of 16 keys; there is room for them, and lanes without a row of their own have another's."""
+        """Write the scores of 16 keys, for which `to` has capacity; lanes without a row of their own have another's."""
         c = cute.arch.lane_idx() % 4
         for r, row in enumerate(self.own()[: -(-self.spec.rows // 8)]):
             for half in range(2):

@@ -91,7 +91,7 @@ def shared_partial(smem: cutlass.utils.SmemAllocator, D: int, warps: int = WARPS
     """Shared memory of `write_partial`.
 
     A few words between rows keep their banks apart, and with more than `WARPS` warps eight words behind each 32 columns
-    those of neighbouring lanes, too. Thread blocks of `WARPS` leave room for those of another launch.
+    the banks of neighbouring lanes, too. Thread blocks of `WARPS` leave memory for another launch's thread blocks.
     """
     stats = smem.allocate_tensor(Float32, cute.make_layout((2, ROWS, warps)), byte_alignment=16)
     behind = 8 if warps > WARPS else 0

@@ -224,7 +224,7 @@ class Merged:
         return cute.make_tensor(self.sums[None, None, i].iterator, cute.make_layout((ROWS, 1, D), stride=(D, 0, 1)))
 
     def in_block(self, rank: Int32) -> Merged:
-        """Those of another thread block of the cluster."""
+        """The sums of another thread block of the cluster."""
         theirs = [
             cute.make_tensor(cute.arch.map_dsmem_ptr(x.iterator, rank), x.layout)
             for x in (self.stats, self.sums, self.gates)
@@ -256,7 +256,7 @@ class RowShare:
         return cls(tile, whole, count, cutlass.max(groups // cutlass.max(count, 1), 1))
 
     def group(self) -> tuple[Int32, Int32, int]:
-        """This thread's place in its group, its group, and the number of groups."""
+        """This thread's number in its group, its group, and the number of groups."""
         lanes = self.tile.spec.D // COLUMNS
         tidx, _, _ = cute.arch.thread_idx()
         return tidx % lanes, tidx // lanes, WARP * self.tile.warps // lanes

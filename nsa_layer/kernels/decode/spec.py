@@ -53,7 +53,7 @@ class DecodeSpec:
 
     @property
     def chosen(self) -> int:
-        """Blocks that a token may list beside those that are forced; there are candidates where all of these are."""
+        """Blocks that a token may list beside the forced ones; candidates where all blocks are listed."""
         return max(1, self.n - self.init - self.local)
 
 

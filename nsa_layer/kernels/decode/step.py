@@ -118,9 +118,9 @@ def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tup
     if by_index:
         Hi, Di = cache.k_index_cache.shape[2:]
         of_index = rows(call.q_index), cache.k_index_cache, rows(call.k_index)
-        places = cache.page_table, cache.cache_batch_idx, cu_seqlens_q, cache.cache_seqlens
+        of_slots = cache.page_table, cache.cache_batch_idx, cu_seqlens_q, cache.cache_seqlens
         static = (replace(kernel, D=Di), Hkv // Hi)
-        launch("decode_index", IndexDecode, static, *of_index, *places, scores, valid, capacity)
+        launch("decode_index", IndexDecode, static, *of_index, *of_slots, scores, valid, capacity)
     elif cmp:
         launch("decode_compressed", CompressedDecode, (kernel,), *step, *sizes, scale)
         step = step._replace(**WITHOUT_COMPRESSED)
@@ -161,7 +161,8 @@ def _kernel_spec(call: Call, T: int) -> DecodeSpec:
 
 
 def _splits(call: Call, T: int) -> tuple[int, int, int]:
-    """Thread blocks that share a row's compressed keys, 0 if those of the others do; these, and their warps."""
+    """Split-KV sizes: CTAs that share a row's compressed keys (0: the second launch reads them), CTAs that share the
+    rest, and warps of a CTA."""
     config, Hkv = call.config, call.cache.k_cache.shape[2]
     G, units = call.q.shape[-2] // Hkv, call.B * Hkv
     length, listed = config.compressed_length(call.cache.capacity), config.block_counts * config.block_size

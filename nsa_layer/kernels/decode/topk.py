@@ -164,7 +164,7 @@ class Selection:
 
     @cute.jit
     def log_sum_exps(self, stats: cute.Tensor, first: Int32):
-        """Those of the group's heads, to shared memory."""
+        """Log-sum-exps of the group's heads, to shared memory."""
         spec, (tidx, _, _) = self.tile.spec, cute.arch.thread_idx()
         for h in cutlass.range_constexpr(0, spec.G, WARP * self.tile.warps // SHARE):
             head = h + tidx // SHARE
@@ -268,7 +268,7 @@ def rank_of(entries: cute.Tensor, i: Int32, count: Int32) -> Int32:
 
 
 def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
-    """The blocks of token t that it may select, beside those that are forced: the first, and one past the last."""
+    """The blocks of token t that it may select, beside the forced ones: the first, and one past the last."""
     if const_expr(spec.local):
         return Int32(spec.init), cutlass.max(t // spec.block_size - (spec.local - 1), spec.init)
     if const_expr(spec.init and not spec.by_index):

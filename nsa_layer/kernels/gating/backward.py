@@ -51,7 +51,7 @@ OfBranches = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class GateGradients:
-    """Results of `gated_sum_backward`; those of branches in the order of the outputs, None where one is None.
+    """Results of `gated_sum_backward`; of branches in the order of the outputs, None where one is None.
 
     Attributes:
         dq: the gates' share of q's gradient, in q's dtype; None without gate_weight.

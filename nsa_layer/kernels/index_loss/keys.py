@@ -56,7 +56,7 @@ class IndexKeyGradient:
         smem = cutlass.utils.SmemAllocator()
         layout = cute.make_ordered_layout((self.D, self.block_size, self.streams), order=(0, 1, 2))
         sums = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        rows, places, factors = (
+        rows, keys_in_block, factors = (
             smem.allocate_tensor(of, cute.make_layout(self.threads), byte_alignment=16)
             for of in (Int32, Int32, Float32)
         )
@@ -74,11 +74,11 @@ class IndexKeyGradient:
                     count = cutlass.min(end - first, self.threads)
                     found = cute.domain_offset(first, pair_tokens), count, before, block * self.block_size
                     cute.arch.sync_threads()
-                    self.find(of_head[1:], found, rows, places, factors)
+                    self.find(of_head[1:], found, rows, keys_in_block, factors)
                     cute.arch.sync_threads()
                     last = cutlass.min((stream + 1) * self.D, count)
                     for i in cutlass.range(stream * self.D, last, unroll=8):
-                        sums[dim, places[i], stream] += factors[i] * of_head[0][rows[i], dim].to(Float32)
+                        sums[dim, keys_in_block[i], stream] += factors[i] * of_head[0][rows[i], dim].to(Float32)
         cute.arch.sync_threads()
         for i in cutlass.range(tidx, self.D * self.block_size, self.threads):
             key, total = block * self.block_size + i // self.D, Float32(0.0)
@@ -88,7 +88,7 @@ class IndexKeyGradient:
                 dk[batch, keys_before + key, kv_head, i % self.D] = total.to(dk.element_type)
 
     @cute.jit
-    def find(self, of_head: tuple, pairs: tuple, rows: cute.Tensor, places: cute.Tensor, factors: cute.Tensor):
+    def find(self, of_head: tuple, pairs: tuple, rows: cute.Tensor, keys_in_block: cute.Tensor, factors: cute.Tensor):
         """Rows of tokens, their best keys in the block, and gradients of the scores; a few lanes have a token."""
         best, dz = of_head
         tokens, count, before, first_key = pairs
@@ -102,4 +102,4 @@ class IndexKeyGradient:
                     if entry < self.n:
                         place = best[row, entry] - first_key
                         if place >= 0 and place < self.block_size:
-                            rows[at], places[at], factors[at] = row, place, dz[row, entry]
+                            rows[at], keys_in_block[at], factors[at] = row, place, dz[row, entry]

@@ -24,7 +24,7 @@ def lanes_of(n: int) -> int:
 
 
 class LossRows:
-    """What both kernels have in common.
+    """The common part of both kernels.
 
     Args:
         n: blocks of a list.

@@ -29,7 +29,7 @@ def forced_count(first: Int32, last: Int32, sizes: tuple[Int32, ...], spec: TopK
 
 
 def first_blocks(first: Int32, spec: TopKSpec) -> Int32:
-    """Of the sequence's first blocks that are forced those before block `first`."""
+    """Number of the sequence's forced first blocks before block `first`."""
     if spec.init > 1:
         return cutlass.min(first, spec.init)
     return cutlass.select_(first > 0, Int32(spec.init), Int32(0))

@@ -36,7 +36,7 @@ class TopKSpec:
 
     @property
     def heads(self) -> int:
-        """Rows a tile takes: G, rounded up to a power of two."""
+        """Rows of a tile: G, rounded up to a power of two."""
         return 1 << (self.G - 1).bit_length()
 
     @property

@@ -9,8 +9,8 @@ keys, 64 at a time, first to last. A warpgroup makes sums of probabilities (`gro
    ``exp(s - lse)`` over a group needs no other thread. The next step's products run meanwhile.
 2. The sums change hands through shared memory: each warp gets all keys of some tokens (`step_scores`), and weighs
    those that overlap a block.
-3. A few lanes share a token, and each keeps the best scores it has seen. The n-th best of those of all
-   its lanes bounds the token's n-th best from below: what does not reach it is dropped, the rest goes to the lane's
+3. A few lanes share a token, and each keeps the best scores it has seen. The n-th best of all its
+   lanes bounds the token's n-th best from below: what does not reach it is dropped, the rest goes to the lane's
    candidates in shared memory (`candidates`).
 4. A lane's candidates are pruned when they are many. At the end the bound is raised until exactly the best reach it;
    where scores tie, candidates are ranked, and the earlier block goes first. Forced blocks are merged by rank, and the

@@ -1,4 +1,4 @@
-"""Candidates of each token: `spec.lanes` lanes of a warp share a token, and each keeps those of its own blocks.
+"""Candidates of each token: `spec.lanes` lanes of a warp share a token, each keeps the candidates of its own blocks.
 
 A candidate is one int64 that orders as (score, earlier block first). A lane's lie in its column of shared memory; its
 `depth` best scores lie in registers. Scores are not negative, so their bits order as they do; -1 stands for no
@@ -24,7 +24,7 @@ TOGETHER = 4  # candidates of a lane that are looked at together
 
 @dataclass(frozen=True)
 class Candidates:
-    """Those of one lane.
+    """Candidates of one lane.
 
     Attributes:
         columns: int64 [capacity, lanes of the warp] in shared memory.

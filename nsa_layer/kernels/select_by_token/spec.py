@@ -46,7 +46,7 @@ class TokenTopKSpec:
 
     @property
     def own_columns(self) -> int:
-        """Those of a thread."""
+        """(token, head) pairs of a thread."""
         return self.columns // QUAD
 
     @property
