@@ -287,6 +287,17 @@ def test_a_name_of_host_code_has_one_meaning() -> None:
     assert {name for name, modules in where.items() if len(modules) > 1} <= SHARED
 
 
+@pytest.mark.parametrize("package", ["flash_attn.cute", "nsa_tools"])
+def test_a_public_function_or_class_has_one_meaning(package: str) -> None:
+    where = defaultdict(list)
+    for module, file in modules_of(package).items():
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                where[node.name].append(module)
+    shared = {name for name, modules in where.items() if len(modules) > 1}
+    assert shared <= {"main", "unsupported"}  # of each command; of each backward pass that may refuse a call
+
+
 # Names that say nothing, and words that the field has others for: slot, capacity, shard, work tile, semaphore.
 VAGUE_NAMES = {"places", "room", "rooms", "stretch", "item", "recorded", "those", "takes"}
 VAGUE_WORDS = re.compile(r"\b(places|rooms?|stretch(es)?|what is left|goes in parts)\b", re.IGNORECASE)

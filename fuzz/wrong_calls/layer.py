@@ -424,7 +424,7 @@ FORWARD = (
     ("cache", ValueError, "cache needs causal=True", with_cache(causal=False), with_cache(return_aux=True)),
 )
 OF_NSA = (  # refused by nsa or NSACache.attend, which come after the projections
-    ("cache", ValueError, r"k_cache must have shape \(1, S, .*got \(2,", with_cache(x=torch.zeros(1, T, 32))),
+    ("cache", ValueError, r"page_table must have shape \(1, pages\), got \(2,", with_cache(x=torch.zeros(1, T, 32))),
     ("cache", ValueError, "sources must be given to a cache with own_sources", with_cache(dict(kv_per_branch=True))),
     ("cache", ValueError, r"v must have shape .*, 6\), got .*, 8\)", with_cache()),
     ("cache", ValueError, r"k_cache must have shape .*, 16\), got .*, 8\)", with_cache(dict(head_dim=16))),

@@ -18,7 +18,7 @@ from nsa_tools.demo.demo_config import DemoConfig, DemoError
 from nsa_tools.demo.model import ByteModel, build_models
 from nsa_tools.demo.report import write_loss, write_report
 from nsa_tools.demo.stop_request import StopRequest
-from nsa_tools.demo.train import Training, build_optimizers, side_by_side, train_index
+from nsa_tools.demo.train import Training, build_optimizers, log_chosen_blocks, side_by_side
 from nsa_tools.report.files import MetricsLog, write_json
 
 
@@ -64,7 +64,7 @@ def run_demo(config: DemoConfig, out: Path, *, resume: bool = False, started: fl
         if reached < config.steps:
             print(f"the time budget of {config.minutes:g} minutes ended training at {how}", file=sys.stderr)
         if config.index_steps:
-            train_index(models["dense"], reached, text, config, each, log)
+            log_chosen_blocks(models["dense"], reached, text, config, each, log)
         print("writing the report", file=sys.stderr)
         print(write_report(out, models, each, text, log, config))
     return 0

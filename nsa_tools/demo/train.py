@@ -24,8 +24,8 @@ from nsa_tools.report.files import MetricsLog
 
 MAX_GRADIENT_NORM = 1.0
 INDEX_SECONDS = 40.0
-Item, Result = TypeVar("Item"), TypeVar("Result")
-Map = Callable[[Callable[[Item], Result], Iterable[Item]], list[Result]]
+Argument, Result = TypeVar("Argument"), TypeVar("Result")
+Map = Callable[[Callable[[Argument], Result], Iterable[Argument]], list[Result]]
 
 
 @contextmanager
@@ -37,13 +37,13 @@ def side_by_side(device: str, *, models: int, threads: int) -> Iterator[Map]:
     need not wait.
     """
     if torch.device(device).type != "cpu":
-        yield lambda function, items: [function(item) for item in items]
+        yield lambda function, arguments: [function(x) for x in arguments]
         return
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with ThreadPoolExecutor(models, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-            yield lambda function, items: list(pool.map(function, items))
+            yield lambda function, arguments: list(pool.map(function, arguments))
     finally:
         torch.set_num_threads(before)
 
@@ -149,7 +149,7 @@ def held_out_loss(model: ByteModel, text: Text, config: DemoConfig) -> float:
     return math.fsum(losses) / len(losses)
 
 
-def train_index(dense: ByteModel, step: int, text: Text, config: DemoConfig, each: Map, log: MetricsLog) -> None:
+def log_chosen_blocks(dense: ByteModel, step: int, text: Text, config: DemoConfig, each: Map, log: MetricsLog) -> None:
     """Log held-out losses of the dense model with attention to blocks of `CHOSEN`: an index as it starts, and trained.
 
     The index alone is trained, by its own loss, on the sequences of the steps that follow ``step``, which is what its

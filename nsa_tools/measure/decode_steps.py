@@ -74,7 +74,7 @@ def make_set(shape: Shape) -> dict:
     return tensors | dict(gate_weight=draw(Hq, 3, D, scale=D**-0.5), config=shape.config)
 
 
-def variants(shape: Shape, backend: str | None) -> dict[str, Step]:
+def decode_variants(shape: Shape, backend: str | None) -> dict[str, Step]:
     """A step by each variant's name."""
 
     def sdpa(inputs: dict) -> torch.Tensor:
@@ -93,7 +93,7 @@ def variants(shape: Shape, backend: str | None) -> dict[str, Step]:
 def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     """The row of a shape; a variant that fails is part of it."""
     on_gpu, needed = shape.device.startswith("cuda"), step_bytes(shape)
-    sets, steps = 1, dict.fromkeys(variants(shape, backend), 1)
+    sets, steps = 1, dict.fromkeys(decode_variants(shape, backend), 1)
     if on_gpu:
         whole = 2 * shape.B * shape.T * shape.Hkv * shape.D * shape.dtype.itemsize
         most = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
@@ -102,7 +102,7 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
         steps |= dict.fromkeys(steps, max(LEAST_STEPS, sets)) | dict(nsa=-(-sets // block) * block)
     inputs = [make_set(shape) for _ in range(sets)]
     calls, failed, us = {}, {}, {}
-    for name, step in variants(shape, backend).items():
+    for name, step in decode_variants(shape, backend).items():
         us[name] = None
         try:
             calls[name] = captured_steps(step, inputs, steps[name]) if on_gpu else lambda step=step: step(inputs[0])

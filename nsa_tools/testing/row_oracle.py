@@ -226,7 +226,7 @@ def _head_scores(
 
 
 def _score_error(q: torch.Tensor, keys: torch.Tensor, scale: float, dtype: torch.dtype, rounds_keys: bool) -> float:
-    """How far rounding of terms and sums, and of an element of a compressed key the other way, may move q . k.
+    """The most that rounding of terms and sums, and of an element of a compressed key the other way, moves q . k.
 
     Means are taken in the accumulation dtype in any order, so that one near the middle of two numbers of `dtype` may
     become either.

@@ -26,7 +26,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput, RowSums
 from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows, tma_of_rows
 from flash_attn.cute.bwd_dq_sm90.spec import THREADS, TILE_M, WARPGROUPS, WARPS, DqSpec
-from flash_attn.cute.bwd_dq_sm90.steps import Products, WarpgroupSteps, arrive_scheduler_barrier
+from flash_attn.cute.bwd_dq_sm90.steps import StageProducts, WarpgroupSteps, arrive_scheduler_barrier
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import KeyLoop, TileCoord, TmaTensor, key_loader, query_loader, tma_pipelines
 from flash_attn.cute.fwd_sm90.masks import KeyMask
@@ -347,7 +347,7 @@ class FlashAttentionBackwardDqSm90:
         acc_dQ: cute.Tensor,
         keys: int,
         dS: Optional[cute.Tensor],
-    ) -> Products:
+    ) -> StageProducts:
         """Products of a warpgroup with a stage, or `keys` keys of it. dS: registers for it, or None for new ones."""
         sQ, sdO, sK, sV = staged
         if keys < STEP:
@@ -355,7 +355,7 @@ class FlashAttentionBackwardDqSm90:
         sync = self.spec.use_mma_sync
         scores, dprobabilities = of_shared(sQ, sK, thread, sync), of_shared(sdO, sV, thread, sync)
         add_dq = of_registers(layout_utils.transpose_view(sK), thread, sync, None if dS is None else dS.iterator)
-        return Products(
+        return StageProducts(
             partial(scores, A_idx=group), partial(dprobabilities, A_idx=group), partial(add_dq, acc=acc_dQ), add_dq.A
         )
 

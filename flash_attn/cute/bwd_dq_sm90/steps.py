@@ -23,7 +23,7 @@ from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 SCHEDULER_BARRIER = 1  # first named barrier: of the first warpgroup
 
 
-class Products(NamedTuple):
+class StageProducts(NamedTuple):
     """The three products of a warpgroup with a stage, or with one of its blocks.
 
     scores, dprobabilities, add_dq: issue it; ``B_idx=`` is the stage, or (part, stage).
@@ -55,8 +55,8 @@ class Block(NamedTuple):
 class WarpgroupSteps:
     """One tile's steps, to a warpgroup."""
 
-    stage: Products  # stage, block: products with a stage; with bits also those with one of its blocks
-    block: Optional[Products]
+    stage: StageProducts  # stage, block: products with a stage; with bits also those with one of its blocks
+    block: Optional[StageProducts]
     pipelines: tuple[pipeline_custom.PipelineTmaAsync, ...]  # of q, do, k and v
     loaded: bool  # False where q and do are there from the beginning
     group: Int32
@@ -157,7 +157,7 @@ class WarpgroupSteps:
         return [Block(*of) for of in zip(keys, entries, words or [()] * len(entries))]
 
     def first_products(
-        self, products: Products, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]
+        self, products: StageProducts, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """S and dP, in flight, where no step before is pending. at: the stage, or (part, stage)."""
         pipeline_q, pipeline_do, pipeline_k, pipeline_v = self.pipelines
@@ -189,7 +189,9 @@ class WarpgroupSteps:
         arrive_scheduler_barrier(self.group)
         return acc_S, acc_dP
 
-    def last_product(self, products: Products, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]) -> None:
+    def last_product(
+        self, products: StageProducts, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]
+    ) -> None:
         """Add dS to dq, and release k. at: as in `first_products`."""
         products.add_dq(B_idx=at, wg_wait=0)
         self.pipelines[2].consumer_release(state)
@@ -210,7 +212,7 @@ class WarpgroupSteps:
     @cute.jit
     def finish(
         self,
-        products: Products,
+        products: StageProducts,
         acc_S: cute.Tensor,
         acc_dP: cute.Tensor,
         blocks: list[Block],

@@ -26,7 +26,7 @@ WIDE = dict(n_block_size=128, AtomLayoutNdKV=2)
 
 # By the largest head dimension, in the order of trying: the first whose tile fits the blocks is taken. Blocks of 64
 # keys add twice as much to dq as blocks of 128, which bounds them whatever the tile.
-BACKWARD: dict[int, tuple[dict[str, int], ...]] = {64: (NARROW_TWICE, WIDE), 128: (NARROW,)}
+BACKWARD_TILES: dict[int, tuple[dict[str, int], ...]] = {64: (NARROW_TWICE, WIDE), 128: (NARROW,)}
 
 # The same for kernels without dq, which have shared memory for a second CTA, or for more stages of queries.
 WITHOUT_DQ: dict[int, tuple[dict[str, int], ...]] = {64: (NARROW_TWICE, WIDE), 128: (NARROW_TWICE, WIDE)}
@@ -58,7 +58,7 @@ def backward_tile(
     block_q, block_k = tensors.block_size or (DENSE_BLOCK if without_dq else (dense_m, dense_n))
     if not without_dq and block_q % dense_m == 0 and block_k == dense_n:
         return None
-    for largest, tiles in (WITHOUT_DQ if without_dq else BACKWARD).items():
+    for largest, tiles in (WITHOUT_DQ if without_dq else BACKWARD_TILES).items():
         if max(head_dim, head_dim_v) <= largest:
             fitting = (t for t in tiles if block_q % TILE["m_block_size"] == 0 and block_k == t["n_block_size"])
             tile = next(fitting, None)

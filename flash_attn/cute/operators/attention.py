@@ -37,11 +37,11 @@ STATIC = (
     "deterministic, bool return_lse, bool gather_bwd_recompute_p, int? gather_bwd_token_chunk, int compress_factor, "
     "SymInt compress_offset"
 )
-FORWARD = (
+FORWARD_ARGS = (
     "int num_splits, bool? pack_gqa, SymInt? seqlen_k_per_split, bool disable_scheduler_metadata, bool needs_grad, "
     "bool validate"
 )
-OF_FORWARD = tuple(argument.split()[-1] for argument in FORWARD.split(", "))
+OF_FORWARD = tuple(argument.split()[-1] for argument in FORWARD_ARGS.split(", "))
 LIST_OPTIONS = ("block_size", "spt", "plan_per_group", "passes")
 LIST_TENSORS = tuple(name for name in BlockSparseTensorsTorch._fields if name not in LIST_OPTIONS)
 # Which kernels with qv lack.
@@ -241,7 +241,7 @@ class _Attention(Differentiated):
 
 
 define(
-    "attention", f"{INPUTS}, {BOTH}, Tensor? page_table, Tensor?[] scheduler_metadata, *, {STATIC}, {FORWARD}", 5,
+    "attention", f"{INPUTS}, {BOTH}, Tensor? page_table, Tensor?[] scheduler_metadata, *, {STATIC}, {FORWARD_ARGS}", 5,
     _attention, _attention_fake,
 )  # fmt: skip
 define(
