@@ -127,7 +127,8 @@ def _check_tables(call: Call, config: NSAConfig, S: int) -> None:
     if paged and S % config.block_size:
         raise ValueError(f"k_cache's pages must have a multiple of {config.block_size} tokens, got {S}")
     if (paged and bool(cache.named(COMPRESSED_CACHES))) != (cache.cmp_page_table is not None):
-        raise ValueError("cmp_page_table must be given where compressed caches have pages, and nowhere else")
+        had = "none" if cache.cmp_page_table is None else "one"
+        raise ValueError(f"cmp_page_table must be given with compressed caches on pages, and only then, got {had}")
 
 
 def _check_new(call: Call) -> None:
@@ -136,13 +137,13 @@ def _check_new(call: Call) -> None:
         if "win" in name and x is not None and not call.config.window_size:
             raise ValueError(f"{name} must be None where there is no window, got one with window_size=0")
     if (call.k is None) != (call.v is None):
-        raise ValueError("k and v must be given together, or neither")
+        raise ValueError(f"k and v must be given together, or neither, got {'k' if call.v is None else 'v'} alone")
     for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
         x, cache = getattr(call, name), getattr(call.cache, f"{name}_cache")
         if x is not None and cache is None:
             raise ValueError(f"{name} needs {name}_cache to be written to, got none")
         if name in TOKEN_CACHES[2:] and cache is not None and (x is None) != (call.k is None):
-            raise ValueError(f"{name} must be given where k is and {name}_cache is, and where neither is not")
+            raise ValueError(f"{name} must be given with k, and only then, where there is a {name}_cache")
 
 
 def check_slots(fits: Sequence[bool], call: Call) -> None:

@@ -152,7 +152,7 @@ def lists_from_block_mask(
     """
     size = getattr(block_mask, "BLOCK_SIZE", None)
     if size is None:
-        raise TypeError(f"block_mask has to be a FlexAttention BlockMask, got {type(block_mask).__name__}")
+        raise TypeError(f"block_mask must be a FlexAttention BlockMask, got {type(block_mask).__name__}")
     size = tuple(size)
     names = ("{}_num_blocks", "{}_indices", "full_{}_num_blocks", "full_{}_indices")
     forward, backward = ([getattr(block_mask, name.format(side)) for name in names] for side in ("kv", "q"))
@@ -226,7 +226,7 @@ def draw_lists(
     list_entries.integer("num_columns", num_columns)
     for name, value, size in zip(("batch", "head"), (batch, head), lists.mask_block_cnt.shape, strict=False):
         if not 0 <= list_entries.integer(name, value, least=0) < size:
-            raise ValueError(f"{name} has to be in 0 .. {size - 1}, got {value}")
+            raise ValueError(f"{name} must be in 0 .. {size - 1}, got {value}")
 
     import matplotlib.pyplot as plt
 

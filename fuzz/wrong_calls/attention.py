@@ -57,10 +57,10 @@ SCALE: tuple[Row, Row] = (
     ("softmax_scale", ValueError, "softmax_scale is .*, expected a positive and finite number", *NO_SCALES),
 )
 COMPRESSED = (
-    ("compress_factor", ValueError, "compress_factor has to be in 1 .. 4194304, got", 0, -1, 1 << 23),
-    ("compress_factor", ValueError, "compress_factor has to be an int, got", 1.5, "2", None, True),
-    ("compress_offset", ValueError, "compress_offset has to be an int, got", 0.5, "0", None, True),
-    ("compress_offset", ValueError, "compress_offset has to be in -536870912 .. 536870912", 1 << 30, -(1 << 30)),
+    ("compress_factor", ValueError, "compress_factor must be in 1 .. 4194304, got", 0, -1, 1 << 23),
+    ("compress_factor", TypeError, "compress_factor must be an int, got", 1.5, "2", None, True),
+    ("compress_offset", TypeError, "compress_offset must be an int, got", 0.5, "0", None, True),
+    ("compress_offset", ValueError, "compress_offset must be in -536870912 .. 536870912", 1 << 30, -(1 << 30)),
     ("compress_factor", ValueError, "compress_factor=16, .* need causal=True", Together(causal=False)),
     ("compress_offset", ValueError, "compress_factor=1, .* need causal=True",
      Together(causal=False, compress_factor=1)),
@@ -91,8 +91,8 @@ def positioned(device: str) -> dict[str, Any]:
 
 
 POSITIONS = (
-    ("q_offset", TypeError, "q_offset has to be int32, got", lambda x: x.long()),
-    ("q_offset", ValueError, r"q_offset has to be \[2\], contiguous", lambda x: less(x, 0), lambda x: x.expand(3, B)),
+    ("q_offset", TypeError, "q_offset must be int32, got", lambda x: x.long()),
+    ("q_offset", ValueError, r"q_offset must be \[2\], contiguous", lambda x: less(x, 0), lambda x: x.expand(3, B)),
     ("q_offset", ValueError, "q_offset needs causal=True or a window",
      Together(window_size_left=None, window_size_right=None)),
     ("block_sparse_tensors", NotImplementedError, "q_offset together with block_sparse_tensors .*; pass seqused_k",
@@ -168,7 +168,7 @@ def packed_rows(form: str) -> tuple[Row, ...]:
     else:
         every += (
             ("requires block_sparse_tensors.cu_total_m_b", changed(cu_total_m_blocks=None)),
-            (r"cu_total_m_blocks has to have shape \(4,\)", changed(cu_total_m_blocks=lambda t: less(t, 0, 2))),
+            (r"cu_total_m_blocks must have shape \(4,\)", changed(cu_total_m_blocks=lambda t: less(t, 0, 2))),
             ("cu_total_m_blocks must have dtype torch.int32 or", changed(cu_total_m_blocks=torch.Tensor.float)),
             ("mask_block_cnt and mask_block_idx must be provided", changed(mask_block_idx=None)),
             ("mask_block_cnt with shape", changed(mask_block_cnt=lambda t: less(t, 0))),

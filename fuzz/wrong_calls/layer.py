@@ -205,7 +205,7 @@ CACHED = (
     ("q", ValueError, "q's heads must be a multiple of k_cache's, got 5", torch.zeros(B, T, 5, D)),
     ("k v", ValueError, "k and v must be given together", None),
     ("k_win", ValueError, "k_win needs k_win_cache to be written to", torch.zeros(B, T, HKV, D)),
-    ("v_win_cache", ValueError, "v_win must be given where k is", torch.zeros(B, 32, HKV, DV)),
+    ("v_win_cache", ValueError, "v_win must be given with k, and only then", torch.zeros(B, 32, HKV, DV)),
     *((name, ValueError, "{} must be None where there is no window, got one with window_size=0",
        Together({name: torch.zeros(B, 32, HKV, size), "config": CONFIG.replace(q_tile=1, window_size=0), "k": None,
                  "v": None, "cache_seqlens": starts(20, 20)}))
@@ -213,7 +213,7 @@ CACHED = (
     ("config", ValueError, "rule='index' needs q_index and k_index_cache, got None for one of them", OF_INDEX),
     ("config", ValueError, "k_cmp_cache is of the compressed branch", OF_INDEX.replace(branches=("selected",))),
     ("k_index_cache", ValueError, "k_index_cache is for rule='index', got it with rule='nsa'", INDEX_KEYS),
-    ("k_index_cache", ValueError, "k_index must be given where k is and k_index_cache is",
+    ("k_index_cache", ValueError, "k_index must be given with k, and only then, where there is a k_index_cache",
      Together(config=OF_INDEX, k_index_cache=INDEX_KEYS, q_index=torch.zeros(B, T, HKV, 4))),
     ("k_index_cache", ValueError, "k_index_cache must have 2 heads, as k has, or 1, got 3",
      Together(config=OF_INDEX, k_index_cache=torch.zeros(B, 32, 3, 4), q_index=torch.zeros(B, T, HKV, 4),
@@ -223,7 +223,7 @@ CACHED = (
     ("gates", ValueError, "gate_weight and gates exclude each other",
      Together(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
     ("cache_seqlens", ValueError, "cache_seqlens must be at least 0, got -1", -1),
-    ("page_table", ValueError, "cmp_page_table must be given where compressed caches have pages",
+    ("page_table", ValueError, "cmp_page_table must be given with compressed caches on pages, and only then",
      Together(page_table=torch.zeros(B, 1).int(), k_cmp_cache=torch.zeros(B, 8, HKV, D))),
     ("max_seqlen_q", ValueError, "max_seqlen_q is for packed input, got 20", T),
     ("cu_seqlens_q", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, 5, T)),
@@ -271,7 +271,7 @@ PAGES = (
      torch.tensor([[6, 1], [2, 3]]).int(), torch.tensor([[0, -1], [2, 3]]).int()),
 )  # fmt: skip
 PAGED = (
-    ("cmp_page_table", ValueError, "cmp_page_table must be given where compressed caches have pages", None),
+    ("cmp_page_table", ValueError, "cmp_page_table must be given with compressed caches on pages, and only then", None),
     ("cache_batch_idx", ValueError, "cache_batch_idx and page_table exclude each other", torch.zeros(B).int()),
     ("k_cmp_cache", ValueError, r"k_cmp_cache must have shape \(rows_cmp, 8, 2, 8\)", lambda x: x[:, 1:]),
     ("v_cmp_cache", ValueError, r"v_cmp_cache must have shape \(2, 8, 2, .*got \(1, ", lambda x: x[:1]),
@@ -425,7 +425,7 @@ FORWARD = (
 )
 OF_NSA = (  # refused by nsa or NSACache.attend, which come after the projections
     ("cache", ValueError, r"page_table must have shape \(1, pages\), got \(2,", with_cache(x=torch.zeros(1, T, 32))),
-    ("cache", ValueError, "sources must be given to a cache with own_sources", with_cache(dict(kv_per_branch=True))),
+    ("cache", ValueError, "sources must be given with compress to a cache", with_cache(dict(kv_per_branch=True))),
     ("cache", ValueError, r"v must have shape .*, 6\), got .*, 8\)", with_cache()),
     ("cache", ValueError, r"k_cache must have shape .*, 16\), got .*, 8\)", with_cache(dict(head_dim=16))),
     ("cache", TypeError, "k_cache must have q's dtype torch.float64, got torch.float32",

@@ -32,24 +32,24 @@ CASE = Blocks(B=1, H=2, M=4, N=5, pattern="full", group=2)
 PACKED = Packed(packed=((300, 200), (0, 64), (129, 256)), block=(128, 128), list_heads=2, pattern="full")
 SIZES = dict(seqlen_q=4 * 128, seqlen_k=5 * 128, num_heads=2)
 BLOCK_SIZE = (
-    ("block_size", TypeError, r"block_size has to be \(queries, keys\), got", 128, "128", (128,), (1, 2, 3), None),
-    ("block_size", ValueError, "block_size has to be two ints of at least 1", (128, 0), (-128, 128), (128.0, 128.0)),
+    ("block_size", TypeError, r"block_size must be \(queries, keys\), got", 128, "128", (128,), (1, 2, 3), None),
+    ("block_size", ValueError, "block_size must be two ints of at least 1", (128, 0), (-128, 128), (128.0, 128.0)),
 )
 WIDTH = (
-    ("width", ValueError, "width has to be at least 1, got", 0, -3),
-    ("width", ValueError, "width has to be an int or two, of mask and full lists", (5, 5, 5)),
-    ("width", TypeError, "width has to be an int, got", "5", 5.0),
+    ("width", ValueError, "width must be at least 1, got", 0, -3),
+    ("width", ValueError, "width must be an int or two, of mask and full lists", (5, 5, 5)),
+    ("width", TypeError, "width must be an int, got", "5", 5.0),
 )
 NO_MASKS = (torch.zeros(8, 8), torch.zeros(8, 8).int(), torch.zeros(8).bool(), torch.zeros(1, 8, 8).bool())
 NO_LISTS: Row = (
-    "lists", TypeError, "lists have to be a BlockSparseTensorsTorch, got", None, torch.zeros(2, 2), (1, 2), "x",
+    "lists", TypeError, "lists must be a BlockSparseTensorsTorch, got", None, torch.zeros(2, 2), (1, 2), "x",
 )  # fmt: skip
 EITHER = (
     ("lists", ValueError, "mask_block_cnt and mask_block_idx .* given together", changed(mask_block_idx=None)),
     ("lists", ValueError, "full_block_cnt and full_block_idx .* given together", changed(full_block_idx=None)),
     ("lists", ValueError, r"_block_cnt.*\(.*_block_idx.*\(", changed(mask_block_cnt=lambda x: x[..., 1:])),
-    ("lists", TypeError, "mask_block_cnt has to be int32, got", changed(mask_block_cnt=Tensor.float)),
-    ("lists", TypeError, "mask_block_idx has to be int32, got", changed(mask_block_idx=Tensor.float)),
+    ("lists", TypeError, "mask_block_cnt must be int32, got", changed(mask_block_cnt=Tensor.float)),
+    ("lists", TypeError, "mask_block_idx must be int32, got", changed(mask_block_idx=Tensor.float)),
 )  # fmt: skip
 BROKEN = (
     NO_LISTS,
@@ -60,7 +60,7 @@ BROKEN_PACK = (
     NO_LISTS,
     *EITHER,
     ("lists", ValueError, "cu_total_n_blocks, and cu_block_idx_offsets", changed(cu_total_n_blocks=None)),
-    ("cu_total_m_blocks", TypeError, "cu_total_m_blocks has to be a torch.Tensor, got list", [0, 3, 3, 5]),
+    ("cu_total_m_blocks", TypeError, "cu_total_m_blocks must be a torch.Tensor, got list", [0, 3, 3, 5]),
     ("cu_total_m_blocks", ValueError, r"cu_total_m_blocks has shape \(3,\)", torch.zeros(3).int()),
     ("cu_total_m_blocks", ValueError, "cu_total_m_blocks is torch.float32", torch.zeros(4)),
     ("cu_total_m_blocks", ValueError, "is torch.int32 on meta", torch.zeros(4, dtype=torch.int32, device="meta")),
@@ -68,12 +68,12 @@ BROKEN_PACK = (
 )  # fmt: skip
 ORDER = (
     ("order", ValueError, r"order has shape .*, expected \[N\]", torch.arange(4), torch.zeros(1, 1, 1, 5).long()),
-    ("order", TypeError, "order has to be a torch.Tensor, got list", [0, 1, 2, 3, 4]),
+    ("order", TypeError, "order must be a torch.Tensor, got list", [0, 1, 2, 3, 4]),
     ("order", ValueError, "spt=True and order are both given", Together(order=torch.arange(5), spt=True)),
 )
 LISTED = (
-    ("listed", ValueError, "listed has to be at least 0, got -1", -1),
-    ("listed", TypeError, "listed has to be an int, got", 4.0, "4"),
+    ("listed", ValueError, "listed must be at least 0, got -1", -1),
+    ("listed", TypeError, "listed must be an int, got", 4.0, "4"),
 )
 
 
@@ -107,7 +107,7 @@ MADE = (
             ("listed", ValueError, "listed is .*, expected bool", *NO_MASKS),
             ("full", ValueError, "full has shape .*, expected that of listed", torch.ones(8, 7).bool()),
             ("full", ValueError, "full is torch.float32", torch.ones(8, 8)),
-            ("full", TypeError, "full has to be a torch.Tensor, got list", [1]),
+            ("full", TypeError, "full must be a torch.Tensor, got list", [1]),
             *BLOCK_SIZE,
             *WIDTH,
         ),
@@ -118,13 +118,13 @@ MADE = (
         (
             *not_a_size("seqlen_q seqlen_k", least=0),
             ("window_left window_right", ValueError, "{}=.*, expected at least 0, or None or -1 for no limit", -2, -7),
-            ("window_left window_right", TypeError, "{} has to be an int or None, got", 1.5, "4"),
+            ("window_left window_right", TypeError, "{} must be an int or None, got", 1.5, "4"),
             *BLOCK_SIZE,
         ),
     ),
     Table(
         "lists_from_block_mask", lists_from_block_mask, lambda device: {},
-        (("block_mask", TypeError, "{} has to be a FlexAttention BlockMask, got", None, torch.ones(3), sides()[0]),),
+        (("block_mask", TypeError, "{} must be a FlexAttention BlockMask, got", None, torch.ones(3), sides()[0]),),
     ),
     Table(
         "transpose_lists", transpose_lists, lambda device: dict(lists=sides()[0], num_kv_blocks=5),
@@ -135,8 +135,8 @@ MADE = (
         (
             NO_LISTS,
             *not_a_size("num_columns"),
-            ("batch", ValueError, "batch has to be in 0 .. 0, got 1", 1),
-            ("head", ValueError, "head has to be in 0 .. 1, got 2", 2),
+            ("batch", ValueError, "batch must be in 0 .. 0, got 1", 1),
+            ("head", ValueError, "head must be in 0 .. 1, got 2", 2),
         ),
     ),
     Table(
@@ -187,7 +187,7 @@ ORDERED = (
             *not_a_size("longest", optional=True),
             ("per_group", ValueError, "per_group=True with lists of 2 heads", True),
             ("schedule", ValueError, "{} is .*, expected a permutation", torch.arange(4), torch.arange(5).float()),
-            ("schedule", ValueError, "schedule has to be one of 'left to right'", "upwards", 3),
+            ("schedule", ValueError, "schedule must be one of 'left to right'", "upwards", 3),
             ("schedule", ValueError, "schedule, sorted, has 1", torch.tensor([0, 1, 1, 3, 4]), torch.arange(5) + 1),
             *LISTED,
         ),

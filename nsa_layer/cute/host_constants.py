@@ -66,7 +66,7 @@ def _copied(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Ho
     """One copy of rows of integers, and each of them in it."""
     if _is_captured(device):
         raise RuntimeError(
-            "a call with these cu_seqlens is captured in a CUDA graph before it was made once; make it once before"
+            "CUDA graph capture: run a call with these lengths once before capturing it, so that they are on the GPU"
         )
     padded = [n for row in rows for n in (*row, *[0] * (aligned(len(row)) - len(row)))]
     numbers = torch.tensor(padded, dtype=torch.int32, device="cpu")

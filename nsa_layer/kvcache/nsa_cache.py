@@ -189,7 +189,7 @@ class NSACache(LastingTensors):
         if unknown := options.keys() - OPTIONS:
             raise TypeError(f"attend has the options {', '.join(sorted(OPTIONS))}, got {', '.join(sorted(unknown))}")
         if (sources is not None) != bool(self.sources) or (sources is not None and compress is None):
-            raise ValueError("sources must be given to a cache with own_sources, with compress, and to no other")
+            raise ValueError("sources must be given with compress to a cache with own_sources, and to no other")
         if compress is not None and not self.config.computes("compressed"):
             raise ValueError(f"compress is of the compressed branch, got it with branches={self.config.branches}")
         if compress is not None and (both := [name for name in WITHOUT_COMPRESS if options.get(name) is not None]):
@@ -284,7 +284,7 @@ class NSACache(LastingTensors):
         """
         require_int("max_seqlen", max_seqlen, least=self.max_seqlen)
         if self._pages:
-            raise ValueError(f"a cache grows where it is contiguous, got one of pages and max_seqlen={max_seqlen}")
+            raise ValueError(f"grow is for a contiguous cache, got one of pages and max_seqlen={max_seqlen}")
         for caches in (self.caches, self.sources):
             for name, cache in caches.items():
                 S = self.config.compressed_length(max_seqlen) if "cmp" in name else max_seqlen
@@ -317,7 +317,7 @@ class NSACache(LastingTensors):
         """
         lengths = self.cache_seqlens.tolist()
         if self._pages:
-            raise ValueError("lengths of a cache of pages are those of its own calls")
+            raise ValueError("read_lengths is for a contiguous cache, got one of pages, whose calls count")
         if not all(0 <= length <= self.max_seqlen for length in lengths):
             raise ValueError(f"cache_seqlens must be 0 to {self.max_seqlen}, the capacity, got {lengths}")
         self._lengths = lengths

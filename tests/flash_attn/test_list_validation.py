@@ -343,7 +343,7 @@ def test_semaphore_values_follow_the_launch_of_work_tiles(form: str, Hkv: int) -
         if end > begin and Hkv < 4:
             plan[at, 5] = waits.get(key, 0)
             waits[key] = waits.get(key, 0) + 1
-    assert "semaphore values have to rise with the launch, or the GPU hangs" in refusal(*call, **options)
+    assert "semaphore values must rise with the launch, or the GPU hangs" in refusal(*call, **options)
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def lists() -> BlockSparseTensorsTorch:
     ("change", "heads", "said"),
     [
         (dict(block_size=(128, 128)), (32, 2), r"block_size is \(128, 128\)"),
-        (dict(full_block_cnt=torch.ones(1), full_block_idx=torch.ones(1)), (32, 2), "have to be None"),
+        (dict(full_block_cnt=torch.ones(1), full_block_idx=torch.ones(1)), (32, 2), "must be None"),
         ({}, (32, 2), "pack_gqa is False"),
         (dict(mask_block_bits=lambda x: x[..., 0]), (32, 2), "int32 of mask_block_idx's shape"),
         (dict(mask_block_bits=torch.Tensor.long), (32, 2), "is torch.int64"),

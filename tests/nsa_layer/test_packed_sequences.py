@@ -100,7 +100,7 @@ def test_copies_are_made_once_and_kept_by_a_capture(monkeypatch: pytest.MonkeyPa
     assert within.cu_seqlens is before.cu_seqlens
     (held,) = host_constants._held.values()
     assert held is within.cu_seqlens._base is within.cu_compressed._base is within.cu_tiles._base
-    with pytest.raises(RuntimeError, match="make it once before"):
+    with pytest.raises(RuntimeError, match="run a call with these lengths once before capturing it"):
         starts_by_host((6, 5))
 
 

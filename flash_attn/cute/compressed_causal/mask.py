@@ -39,15 +39,15 @@ def compression(causal: bool, factor: int, offset: int, by_sequence: bool = Fals
     by_sequence: causal queries have an offset for each sequence, also with (1, 0), where they are counted from 0 then.
 
     Raises:
-        ValueError: the pair is not two integers in range, or is not (1, 0) without causal=True.
+        TypeError, ValueError: the pair is not two integers in range, or is not (1, 0) without causal=True.
     """
     for name, value in (("compress_factor", factor), ("compress_offset", offset)):
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise ValueError(f"{name} has to be an int, got {value!r} ({type(value).__name__})")
+            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if not 1 <= factor <= MAX_FACTOR:
-        raise ValueError(f"compress_factor has to be in 1 .. {MAX_FACTOR}, got {factor}")
+        raise ValueError(f"compress_factor must be in 1 .. {MAX_FACTOR}, got {factor}")
     if abs(offset) > MAX_OFFSET:
-        raise ValueError(f"compress_offset has to be in -{MAX_OFFSET} .. {MAX_OFFSET}, got {offset}")
+        raise ValueError(f"compress_offset must be in -{MAX_OFFSET} .. {MAX_OFFSET}, got {offset}")
     if (factor, offset) == (1, 0) and not (causal and by_sequence):
         return None
     if not causal:

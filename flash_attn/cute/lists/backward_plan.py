@@ -186,7 +186,7 @@ def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, wai
         return lengths.argsort(dim=-1, descending=True, stable=True).expand(-1, -1, sharing, -1).reshape(B, H, N)
     if schedule not in (LEFT_TO_RIGHT, RIGHT_TO_LEFT):
         expected = ", ".join(map(repr, (LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST)))
-        raise ValueError(f"schedule has to be one of {expected} or a permutation, got {schedule!r}")
+        raise ValueError(f"schedule must be one of {expected} or a permutation, got {schedule!r}")
     order = torch.arange(N, device=counts.device)
     return (order.flip(0) if schedule == RIGHT_TO_LEFT else order).view(1, 1, N)
 
@@ -371,5 +371,5 @@ def _locks(lists: Any, packed: Any, tiles: _WorkTiles) -> None:
         before, after = int(plan_tile[first]), int(plan_tile[first + 1])
         raise ValueError(
             f"backward {tiles.named(after)} waits at query block {int(block[first])} for {tiles.named(before)}, which "
-            "is launched later: semaphore values have to rise with the launch, or the GPU hangs"
+            "is launched later: semaphore values must rise with the launch, or the GPU hangs"
         )

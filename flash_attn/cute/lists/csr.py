@@ -30,7 +30,7 @@ def packed_rows(
     check_lists(fields(lists), packed=True)
     before = getattr(lists, rows_before)
     if before is None or (lists.mask_block_idx.ndim == 1 and lists.cu_block_idx_offsets is None):
-        raise ValueError(f"{rows_before}, and cu_block_idx_offsets of ragged lists, have to be given")
+        raise ValueError(f"{rows_before}, and cu_block_idx_offsets of ragged lists, must be given")
     _check_starts(lists, before, cu_total_m_blocks)
     of_heads = with_heads(lists)
     heads = max(t.shape[0] for t in of_heads.values())

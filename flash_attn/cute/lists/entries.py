@@ -36,19 +36,19 @@ STARTS = tuple(kind.starts for kind in KINDS)
 
 def integer(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} has to be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:
-        raise ValueError(f"{name} has to be at least {least}, got {value}")
+        raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
 
 
 def block_size(value: object) -> tuple[int, int]:
     """(queries, keys) of a block."""
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        raise TypeError(f"block_size has to be (queries, keys), got {value!r}")
+        raise TypeError(f"block_size must be (queries, keys), got {value!r}")
     for part in value:
         if isinstance(part, bool) or not isinstance(part, int) or part < 1:
-            raise ValueError(f"block_size has to be two ints of at least 1, got {value!r}")
+            raise ValueError(f"block_size must be two ints of at least 1, got {value!r}")
     return value[0], value[1]
 
 
@@ -56,7 +56,7 @@ def width(value: object) -> None:
     """Check the width of index lists: None, one number for mask and full lists, or two."""
     parts = list(value) if isinstance(value, (tuple, list)) else [value]
     if len(parts) > 2:
-        raise ValueError(f"width has to be an int or two, of mask and full lists, got {value!r}")
+        raise ValueError(f"width must be an int or two, of mask and full lists, got {value!r}")
     for part in parts if value is not None else ():
         integer("width", part)
 
@@ -65,14 +65,14 @@ def window_side(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} has to be an int or None, got {value!r}")
+        raise TypeError(f"{name} must be an int or None, got {value!r}")
     if value < -1:
         raise ValueError(f"{name}={value}, expected at least 0, or None or -1 for no limit")
 
 
 def tensor(name: str, value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} has to be a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     return value
 
 
@@ -91,7 +91,7 @@ def fields(lists: Any) -> tuple[Any, Any, Any, Any]:
     try:
         return tuple(getattr(lists, name) for name in LISTS)
     except AttributeError:
-        raise TypeError(f"lists have to be a BlockSparseTensorsTorch, got {type(lists).__name__}") from None
+        raise TypeError(f"lists must be a BlockSparseTensorsTorch, got {type(lists).__name__}") from None
 
 
 def check_lists(tensors: Sequence[Any], *, packed: bool = False) -> None:
@@ -103,12 +103,12 @@ def check_lists(tensors: Sequence[Any], *, packed: bool = False) -> None:
         if (cnt is None) != (idx is None):
             raise ValueError(f"{name}_block_cnt and {name}_block_idx must be given together")
         if cnt is None and name == "mask":
-            raise ValueError("mask_block_cnt and mask_block_idx have to be given, got None")
+            raise ValueError("mask_block_cnt and mask_block_idx must be given, got None")
         if cnt is None:
             continue
         for field, value in ((f"{name}_block_cnt", cnt), (f"{name}_block_idx", idx)):
             if tensor(field, value).dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"{field} has to be int32, got {value.dtype}")
+                raise TypeError(f"{field} must be int32, got {value.dtype}")
         alike = (cnt.ndim, idx.ndim) in ranks and idx.ndim == tensors[1].ndim and cnt.shape[-1] == tensors[0].shape[-1]
         if not alike or (idx.ndim > cnt.ndim and cnt.shape[-1] != idx.shape[-2]):
             raise ValueError(
@@ -118,7 +118,7 @@ def check_lists(tensors: Sequence[Any], *, packed: bool = False) -> None:
     leading = 1 if packed else 2
     sizes = {name: tuple(t.shape[:leading]) for name, t in given.items() if t is not None and t.ndim > 1}
     if any(len({size[d] for size in sizes.values()} - {1}) > 1 for d in range(leading)):
-        raise ValueError(f"lists have to have the same {'' if packed else 'batches and '}heads, or 1, got {sizes}")
+        raise ValueError(f"lists must have the same {'' if packed else 'batches and '}heads, or 1, got {sizes}")
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ def _fit_row_offsets(name: str, tensors: BlockSparseTensorsTorch, field: str, he
     offsets = getattr(tensors, field)
     if offsets is None or offsets.ndim != 2 or offsets.shape[1] not in (rows, rows + 1):
         raise ValueError(
-            f"{name}.{field} has to be [H, {rows}] or [H, {rows + 1}] for entries of one dimension, got "
+            f"{name}.{field} must be [H, {rows}] or [H, {rows + 1}] for entries of one dimension, got "
             f"{None if offsets is None else tuple(offsets.shape)}"
         )
     _check(name, field, field, offsets, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
@@ -348,7 +348,7 @@ def _need_starts(
         raise ValueError(f"Varlen block sparsity {when}requires {name}.{field}, with shape ({batch + 1},); got None")
     fits = tensor.shape[0] >= batch if direction is FORWARD and tensor.ndim == 1 else tensor.shape == (batch + 1,)
     if not fits:
-        raise ValueError(f"{name}.{field} has to have shape ({batch + 1},), got {tuple(tensor.shape)}")
+        raise ValueError(f"{name}.{field} must have shape ({batch + 1},), got {tuple(tensor.shape)}")
     _check(name, field, field, tensor, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
 
 
@@ -364,7 +364,7 @@ def _check(
             f"mask_block_cnt on {device}"
         )
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(f"{name}.{field} has to be contiguous in its last dimension, got strides {tensor.stride()}")
+        raise ValueError(f"{name}.{field} must be contiguous in its last dimension, got strides {tensor.stride()}")
 
 
 def _expanded(name: str, tensor: torch.Tensor, shape: tuple[int, ...], shared: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bo
             f"{BIT_KEYS} keys)"
         )
     if lists.full_block_cnt is not None or lists.full_block_idx is not None:
-        raise ValueError(f"full_block_cnt and full_block_idx have to be None with {name}: every entry is a mask block")
+        raise ValueError(f"full_block_cnt and full_block_idx must be None with {name}: every entry is a mask block")
     if group > 1 and not pack_gqa:
         raise ValueError(f"{name} of lists for each key/value head needs packed heads: pack_gqa is {pack_gqa}")
     if bits.dtype != torch.int32 or bits.shape[:-1] != idx.shape or bits.shape[-1] not in WORDS:

@@ -112,7 +112,7 @@ def packed_write_order(
     if listed is not None:
         integer("listed", listed, least=0)
     if not isinstance(spt, bool):
-        raise TypeError(f"spt has to be a bool, got {spt!r}")
+        raise TypeError(f"spt must be a bool, got {spt!r}")
     heads = max(t.shape[0] for t in with_heads(lists).values())
     if lists.mask_block_idx.ndim == 1:
         refuse_shared_entries(lists, heads)

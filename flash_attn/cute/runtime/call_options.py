@@ -17,7 +17,7 @@ MOST_IN_GRID_YZ = 65_535
 
 
 def check_scale(softmax_scale: Any) -> Optional[float]:
-    """The factor of q . k as kernels take it; refused where it gives no softmax: hidden scores have to stay -inf."""
+    """The factor of q . k as kernels take it; refused where it gives no softmax: hidden scores must stay -inf."""
     if softmax_scale is None:
         return None
     if not isinstance(softmax_scale, Real):
@@ -61,10 +61,10 @@ def check_query_offset(
     if q_offset is None:
         return
     if q_offset.dtype != torch.int32:
-        raise TypeError(f"q_offset has to be int32, got {q_offset.dtype}")
+        raise TypeError(f"q_offset must be int32, got {q_offset.dtype}")
     if q_offset.shape != (sequences,) or q_offset.device != device or not q_offset.is_contiguous():
         raise ValueError(
-            f"q_offset has to be [{sequences}], contiguous, on {device}, got {tuple(q_offset.shape)}, strides "
+            f"q_offset must be [{sequences}], contiguous, on {device}, got {tuple(q_offset.shape)}, strides "
             f"{q_offset.stride()}, on {q_offset.device}"
         )
     if not (causal or local):

@@ -66,7 +66,7 @@ def nsa_attention_forward(
     causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
     check_options(options | {"dropout": dropout or None, "is_causal=False": not causal})
     if not isinstance(attention_mask, (BatchPacking, type(None))):
-        raise NotImplementedError(f'attention "nsa" with a mask of shape {tuple(attention_mask.shape)}, not [B, T]')
+        raise NotImplementedError(f'attention "nsa" supports masks of shape [B, T], got {tuple(attention_mask.shape)}')
     q, k, v = autocast.cast(*(x.transpose(1, 2) for x in (query, key, value)))
     whole = nsa_cache is None and k.shape[1] == q.shape[1]
     packing = attention_mask or BatchPacking(tuple(q.shape[:2]))
@@ -118,7 +118,7 @@ def check_options(options: Mapping[str, object]) -> None:
     """Raise NotImplementedError for options that change the result, and warn of unknown ones."""
     is_set = [name for name, value in options.items() if value is not None and value is not False]
     if changed := [name for name in is_set if name in CHANGES_RESULT]:
-        raise NotImplementedError(f'attention "nsa" with {", ".join(changed)}')
+        raise NotImplementedError(f'attention "nsa" does not support {", ".join(changed)}')
     if not torch.compiler.is_compiling():
         for name in set(is_set) - OF_FORWARD:
             _warn_of(name)

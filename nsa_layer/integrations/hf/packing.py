@@ -114,14 +114,16 @@ def nsa_mask(
         if len(shape) != 2 or shape[0] != batch_size or shape[1] < columns or shape[1] == kv_length != columns:
             raise ValueError(f"attention_mask must be [B, cached and new tokens], {(batch_size, columns)}, got {shape}")
     if not fits or kv_length != columns:
-        raise NotImplementedError('attention "nsa" with a cache of a fixed length or a window: use NSAModelCache')
+        raise NotImplementedError(
+            'attention "nsa" does not support caches of a fixed length or a window: use NSAModelCache'
+        )
     if use_vmap or options.get("local_size") is not None:
-        raise NotImplementedError('attention "nsa" with a mask other than the causal one of whole sequences')
+        raise NotImplementedError('attention "nsa" does not support masks other than the causal one of whole sequences')
     if mask_function is not causal_mask_function and q_length > 1 and not torch.compiler.is_compiling():
         row, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
         later = torch.arange(q_offset + 1, columns, device=device)[None]
         if mask_function(row, head, later - 1, later).any():
-            raise NotImplementedError('attention "nsa" with a mask that shows later tokens')
+            raise NotImplementedError('attention "nsa" does not support a mask that shows later tokens')
     return None if attention_mask is None else _of_padding(attention_mask[:, :columns], q_length)
 
 
