@@ -83,9 +83,10 @@ def selection_scores(
     """Scores every block of one sequence for every tile of its queries.
 
     Args:
-        q: [T, Hq, D]; by token any consecutive queries of a sequence of S tokens (None: T), from position q_offset on.
+        q: [T, Hq, D]; by token any consecutive queries of a sequence of S tokens (None: T), from position q_offset on;
+            of an index [T, Hs, Di].
         k_cmp: [Tc, Hkv, D]; by token the keys of the compressed branch, rounded, otherwise as `compress` returns them:
-            projected, not rounded.
+            projected, not rounded; of an index as for `index_scores`.
     """
     S, size = q.shape[0] if S is None else S, config.block_size
     start = torch.arange(config.num_blocks(S), device=q.device) * size
@@ -99,8 +100,11 @@ def selection_scores(
     forced = forced_blocks(first, last, start, S, config=config, causal=causal)
     complete, candidates, forced = (x.unsqueeze(1) for x in (complete, candidates, forced))
     if config.by_token:
-        static = dict(blocks=len(start), config=config, causal=causal, softmax_scale=softmax_scale)
-        values = token_importance(q, k_cmp, first[:, 0], **static)
+        if config.rule == "index":
+            values, _ = index_scores(q, k_cmp, config=config, softmax_scale=softmax_scale, q_offset=q_offset)
+        else:
+            static = dict(blocks=len(start), config=config, causal=causal, softmax_scale=softmax_scale)
+            values = token_importance(q, k_cmp, first[:, 0], **static)
         return SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced)
 
     group = q.shape[1] // k_cmp.shape[1]
@@ -187,19 +191,6 @@ def index_scores(
     best = (z == z.amax(-1, keepdim=True)).int().argmax(-1, keepdim=True)
     first = torch.arange(z.shape[-2], device=z.device) * size
     return z.gather(-1, best).squeeze(-1), best.squeeze(-1) + first
-
-
-@torch.no_grad()
-def index_selection(
-    q_index: torch.Tensor, k_index: torch.Tensor, *, config: NSAConfig, softmax_scale: float, q_offset: int = 0
-) -> SelectionScores:
-    """`selection_scores` by `index_scores`: every block that has begun is a candidate, a query's own among them."""
-    S = k_index.shape[0]
-    t = torch.arange(q_index.shape[0], device=q_index.device)[:, None] + q_offset
-    start = torch.arange(config.num_blocks(S), device=t.device) * config.block_size
-    values, _ = index_scores(q_index, k_index, config=config, softmax_scale=softmax_scale, q_offset=q_offset)
-    forced = forced_blocks(t, t, start, S, config=config, causal=True)
-    return SelectionScores(values, (start <= t).unsqueeze(1), forced.unsqueeze(1))
 
 
 def index_loss_sums(scores: torch.Tensor, mass: torch.Tensor, free: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -387,7 +378,7 @@ def _attend_sequence(call: Call, width: int, q_offset: int) -> tuple[Any, ...]:
     if SELECTED in config.branches:
         by_index = dict(config=config, softmax_scale=spec.index_scale, q_offset=q_offset)
         if config.rule == "index":
-            scores = index_selection(call.q_index, call.k_index, **by_index)
+            scores = selection_scores(call.q_index, call.k_index, **by_index, causal=True, S=S)
         elif block_indices is None:
             scored = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
             scores = selection_scores(q, scored, **static, S=S, **scale)

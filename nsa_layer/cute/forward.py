@@ -19,7 +19,7 @@ from nsa_layer.cute.branch_options import compressed_options, pooling_options, w
 from nsa_layer.cute.head_slices import head_group, join_saved, narrow, query_heads
 from nsa_layer.cute.index_loss import index_loss_forward
 from nsa_layer.cute.memory_plan import MemoryPlan
-from nsa_layer.cute.select_blocks import choose_by_index, select_blocks
+from nsa_layer.cute.select_blocks import select_blocks
 from nsa_layer.cute.selected import dq_options, selected_options
 from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.varlen import Varlen, as_kernels_read
@@ -54,7 +54,7 @@ def forward(
             lists = None
             if call.block_indices is None:
                 with component("choose"):
-                    lists = choose_by_index(call, varlen)
+                    lists, _ = select_blocks(call, varlen, None, None)
                 call = call._replace(block_indices=lists)
             o, lse, of_loss = forward_selected(call, varlen)
             return o, Saved(block_indices=lists, lse_slc=lse, **of_loss)

@@ -14,21 +14,6 @@ from nsa_layer.support import reads_unions
 Tensor = torch.Tensor
 
 
-def choose_by_index(call: Call, varlen: Varlen) -> Tensor:
-    """int32 [B, T, Hkv, n], packed [total, Hkv, n]: the blocks listed for each token, ascending, padded with -1."""
-    return select_by_index(call.q_index, call.k_index, config=call.config, **_by_token_options(call, varlen))
-
-
-def _by_token_options(call: Call, varlen: Varlen) -> dict:
-    """Options that selection by token has, with an index or without."""
-    options = dict(width=call.config.list_width(max(varlen.longest_k, call.k.shape[-3])))  # on pages or in a tensor
-    if call.packed:
-        options |= dict(cu_seqlens=varlen.cu_seqlens, max_seqlen=varlen.longest)
-    if call.q_offset is not None:
-        options |= dict(q_offset=call.q_offset, cu_seqlens_k=varlen.cu_seqlens_k, max_seqlen_k=varlen.longest_k)
-    return options
-
-
 def select_blocks(call: Call, varlen: Varlen, k_cmp: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The blocks listed for each token or query tile, ascending, padded with -1, and their counts.
 
@@ -41,11 +26,16 @@ def select_blocks(call: Call, varlen: Varlen, k_cmp: Tensor | None, lse: Tensor 
         int32 [B, M, Hkv, n] and, where unions are not read, [B, Hkv, M]; packed without B.
     """
     spec, config = call.spec, call.config
-    if config.rule == "index":
-        return choose_by_index(call, varlen), None
     options = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     options["cu_blocks"] = varlen.cu_compressed
-    if config.by_token:
-        return token_topk(call.q, k_cmp, lse, **options, **_by_token_options(call, varlen)), None
-    indices, counts = block_topk(call.q, k_cmp, cu_seqlens=varlen.cu_seqlens, **options)
-    return indices.transpose(-3, -2), None if reads_unions(config, listed=False) else counts
+    if not config.by_token:
+        indices, counts = block_topk(call.q, k_cmp, cu_seqlens=varlen.cu_seqlens, **options)
+        return indices.transpose(-3, -2), None if reads_unions(config, listed=False) else counts
+    by_token = dict(width=config.list_width(max(varlen.longest_k, call.k.shape[-3])))  # on pages or in a tensor
+    if call.packed:
+        by_token |= dict(cu_seqlens=varlen.cu_seqlens, max_seqlen=varlen.longest)
+    if call.q_offset is not None:
+        by_token |= dict(q_offset=call.q_offset, cu_seqlens_k=varlen.cu_seqlens_k, max_seqlen_k=varlen.longest_k)
+    if config.rule == "index":
+        return select_by_index(call.q_index, call.k_index, config=config, **by_token), None
+    return token_topk(call.q, k_cmp, lse, **options, **by_token), None

@@ -196,7 +196,6 @@ def _head_scores(
     if config.rule == "index":
         asking, keys = call.q_index[:, head, None], call.k_index[:, head % call.k_index.shape[1], None].double()
         scale = spec.index_scale
-        score = partial(reference.index_selection, k_index=keys)
     else:
         asking, scale, weight = call.q[:, _queries(call, head)], spec.softmax_scale, call.compress_k_weight
         if call.k_cmp is None:
@@ -205,7 +204,7 @@ def _head_scores(
             keys = keys.to(dtype).double() if config.by_token else keys
         else:
             keys = call.k_cmp[:, head, None].double()
-        score = partial(reference.selection_scores, k_cmp=keys, causal=spec.causal, S=len(call.q))
+    score = partial(reference.selection_scores, k_cmp=keys, causal=spec.causal, S=len(call.q))
     asking = [asking[begin:end].double() for begin, end in spans]
     of_spans = [score(q, config=config, softmax_scale=scale, q_offset=i) for q, (i, _) in zip(asking, spans)]
     if not config.by_token:
