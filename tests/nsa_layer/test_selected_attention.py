@@ -211,6 +211,18 @@ def test_the_selected_branch_of_nsa(backend: str, config: NSAConfig, lengths: tu
             assert all(x.equal(chosen.tensors()[name]) for name, x in got.tensors().items())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_is_a_call_of_nsa_with_that_branch_alone(backend: str) -> None:
+    """Tiles need not fit blocks where nothing is chosen by them."""
+    given, _ = drawn(Case(((50, 50),), q_tile=16, block_size=24, n=2, D=8, dtype=torch.float64))
+    config = NSAConfig(branches=("selected",), block_size=given.pop("block_size"), q_tile=16)
+    o, aux = nsa(**given, config=config, backend=backend, return_aux=True)
+    alone = selected_attention(**given, block_size=24, backend=backend, return_lse=True)
+    assert o.equal(alone[0]) and aux.lse_slc.equal(alone[1])
+    with pytest.raises(ValueError, match="q_tile must be a multiple or a divisor of block_size"):
+        config.replace(branches=("compressed", "selected"))
+
+
 PACK = ((100, 100), (0, 70), (129, 500), (1, 1), (64, 64), (260, 1000))
 STATIC = [
     Case(G=16, q_offset="own"),
