@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from nsa_layer import autocast
 from nsa_layer.call import LSES, TENSORS, Aux, Call, Saved, require_choice_by_token
 from nsa_layer.checks import starts_of_lengths
-from nsa_layer.context_parallel.gather_loop import FIELDS, SUMS, WINDOW_KEYS, GatherLoop, without_index
+from nsa_layer.context_parallel.gather_loop import FIELDS, SUMS, WINDOW_KEYS, GatherLoop
 from nsa_layer.context_parallel.layout import resized
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import CP, static_of
@@ -155,7 +155,9 @@ def _run_backward(
 
 
 def _run_backward_fake(do: Tensor, d_sums: Tensor | None, tensors: list[Tensor | None], *_: Any) -> list[Tensor]:
-    call = Call(*tensors) if d_sums is not None else without_index(Call(*tensors))
+    call = Call(*tensors)
+    if d_sums is None:
+        call = call._replace(q_index=None, k_index=None)
     return [do.new_empty(0) if x is None else x.new_empty(x.shape) for x in call.differentiable]
 
 

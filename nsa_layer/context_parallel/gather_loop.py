@@ -105,7 +105,7 @@ class GatherLoop:
         grads = self.call.map(lambda x: x.new_empty(x.shape), DIFFERENTIABLE)
         grads = grads.map(lambda x: x.new_zeros(x.shape, dtype=exactly), WEIGHTS)
         if d_sums is None:
-            grads = without_index(grads)
+            grads = grads._replace(q_index=None, k_index=None)
         d_keys = [{name: [] for name in self.layouts if getattr(grads, name) is not None} for _ in self.steps]
         for step, keys in self._exchanged(d_keys, grads):
             for i in reversed(range(len(self.shards))):
@@ -216,8 +216,3 @@ class GatherLoop:
     def _queries(self, x: Tensor, step: int, i: int) -> Tensor:
         """A shard's rows, of a step's query heads, of x [..., n, Hq, D]."""
         return narrow(x, -2, query_heads(*self.call[:2], *self.steps[step]))[..., self.shards[i].queries, :, :]
-
-
-def without_index(call: Call) -> Call:
-    """A call, or its gradients, without those of an index."""
-    return call._replace(q_index=None, k_index=None)

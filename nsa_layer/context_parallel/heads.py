@@ -112,17 +112,13 @@ def memory_of_steps(call: Call, tokens: ShardLayout, cp: ContextParallel, memory
     return replace(memory, recompute="none" if all(kept) else "all")
 
 
-def _split_heads(sizes: list[int], x: Tensor | None) -> Sequence[Tensor | None]:
-    """x [B, n, H, ...] by step, each [B, n, R, h, ...]; of no gradient none."""
-    if x is None:
-        return [None] * len(sizes)
+def _split_heads(sizes: list[int], x: Tensor) -> tuple[Tensor, ...]:
+    """x [B, n, H, ...] by step, each [B, n, R, h, ...]."""
     return x.unflatten(2, (-1, sum(sizes))).split(sizes, 3)
 
 
-def _join_heads(sizes: list[int], *xs: Tensor | None) -> list[Tensor | None]:
+def _join_heads(sizes: list[int], *xs: Tensor) -> list[Tensor]:
     """The inverse of `_split_heads`; PyTorch's own would copy by element."""
-    if xs[0] is None:
-        return [None]
     B, n, R, _, *rest = xs[0].shape
     whole = xs[0].new_empty((B, n, R * sum(sizes), *rest))
     for into, x in zip(_split_heads(sizes, whole), xs, strict=True):

@@ -133,6 +133,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(d is None for d in ds):
+            return (None,) * len(ctx.needs_input_grad)
         return None, None, *ctx.transposed(*ds)
 
 

@@ -24,6 +24,7 @@ from rank_cases import (
     compare,
     compare_recorded,
     compare_steps,
+    in_steps,
     part_of,
     step,
 )
@@ -129,6 +130,25 @@ def test_outputs_may_be_changed_in_place(group: Any, mode: str) -> None:
     o = nsa(q, q, q, config=SMALL, cp=ContextParallel(group, mode=mode))
     (once,) = torch.autograd.grad(o.sum(), q, retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(o.mul_(2).sum(), q)[0], 2 * once)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@by_ranks()
+def test_an_index_trains_alone(group: Any, mode: str) -> None:
+    """Of a frozen model the output has no graph; a few heads at a time."""
+    cp = ContextParallel(group, mode=mode)
+    inputs = make_inputs(Case(T=96, Hq=8, Hkv=4, D=8, dtype=torch.float64, config=INDEX, gate="none", index_dim=4))
+
+    def train(tensors: dict[str, torch.Tensor], **more: Any) -> list[torch.Tensor]:
+        index = [tensors[name].detach().requires_grad_() for name in ("q_index", "k_index")]
+        given = tensors | dict(zip(("q_index", "k_index"), index))
+        o, loss = nsa(**given, config=INDEX, return_index_loss=True, **more)
+        assert not o.requires_grad
+        return [o, *torch.autograd.grad(loss, index)]
+
+    whole, tensors = train(inputs.tensors()), part_of(inputs.tensors(), cp, 1)
+    local = in_steps(train)(tensors, cp=cp)
+    torch.testing.assert_close(local, [shard_sequence(x, cp) for x in whole], **CLOSE)
 
 
 PAPERS = dict(compression="mlp", kv_per_branch=True, gate="input")  # compresses blocks that reach into the next rank's
