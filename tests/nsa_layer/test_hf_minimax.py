@@ -109,6 +109,16 @@ def test_chunks_beams_and_padding(models: tuple[PreTrainedModel, PreTrainedModel
         model(**padded(ids, (0, 30)))
 
 
+@torch.no_grad()
+def test_steps_on_a_static_cache_compile_whole(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    own, model = models
+    ids, cache = tokens(2, 52), StaticCache(config=model.config, max_cache_len=64)
+    model(ids[:, :50], **{CACHE: cache})
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    parts = [step(ids[:, i, None], position_ids=torch.tensor([[i]]), **{CACHE: cache}).logits for i in (50, 51)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), own(ids).logits[:, 50:], **CLOSE)
+
+
 def test_models_that_have_no_such_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match="LlamaForCausalLM has none"):
         use_nsa_kernels(plain())
