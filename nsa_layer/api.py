@@ -206,8 +206,8 @@ def selected_attention(
     options = dict(backend=backend, return_lse=return_lse, validate=validate)
     check = partial(_check_flags, call, **options)
     if cp is not None:
-        o, lse, _ = context_parallel.attend(cp, call, check, static, options)
-        return (o, lse.detach()) if return_lse else o
+        o, aux, _ = context_parallel.attend(cp, call, check, static, options)
+        return (o, aux.lse_slc) if return_lse else o
     check()
     spec = check_selected(call, **static, backend=backend, validate=validate)
     call = support.on_backend(backend, call._replace(spec=spec))

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast, operators, support
-from nsa_layer.call import Aux, Call
+from nsa_layer.call import Call
 from nsa_layer.checks import assert_numbers, host_reads
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, check_same_on_all_ranks, check_shard
+from nsa_layer.context_parallel.heads import AUX, Attended
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import sum_over_ranks
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.operators.registration import dispatcher_sees
 
-Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on "gather" was measured to be faster than "heads"
 RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks have the rows whose first tokens they have
 
@@ -30,7 +30,7 @@ def attend(
     check_options: Callable[[], None],
     static: dict[str, Any],
     options: dict[str, Any],
-) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
+) -> Attended:
     """`operators.attend` of a rank's tokens, with the sums of an index' loss over all ranks; a rank's gradient of them
     is that of its part.
 
@@ -61,25 +61,19 @@ def attend(
     if call.k_index is not None:  # lists may share one key; heads are exchanged, and computed, apart
         call = call._replace(k_index=call.k_index.expand(*call.k.shape[:-1], -1))
 
-    def asked(aux: Aux | None) -> Aux | Tensor | None:
-        """Of the auxiliary results those that the function returns."""
-        return None if not more else aux.lse_slc if alone else aux
-
-    def attend_whole(call: Call) -> tuple[Tensor, Aux | Tensor | None, Tensor | None]:
+    def attend_whole(call: Call) -> Attended:
         """A call of all tokens and some heads."""
         if options["validate"] and call.q.is_cuda and torch.compiler.is_compiling():
             assert_numbers(call, max_seqlen=static.get("max_seqlen"))
-        o, aux, sums = operators.attend(call, memory=memory, return_aux=more)
-        return o, asked(aux), sums
+        return operators.attend(call, memory=memory, return_aux=more)
 
     with autocast.off(call.q.device):
         if gathers:
             o, aux, sums = gather.attend_shard(cp, call, memory, return_aux=more)
-            rest = asked(aux)
         else:
-            memory = heads.memory_of_steps(call, layouts[TOKENS], cp, memory)
-            o, rest, sums = heads.attend_heads(attend_whole, cp, call, layouts)
-        return o, rest, sums if sums is None else sum_over_ranks(sums, cp)
+            memory, results = heads.memory_of_steps(call, layouts[TOKENS], cp, memory), ("lse_slc",) if alone else AUX
+            o, aux, sums = heads.attend_heads(attend_whole, cp, call, layouts, results if more else ())
+        return o, aux, sums if sums is None else sum_over_ranks(sums, cp)
 
 
 def auto_gathers(cp: ContextParallel, call: Call, config: NSAConfig | None, backend: str | None) -> bool:

@@ -21,20 +21,24 @@ from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.operators.registration import dispatcher_sees
 
 Tensor = torch.Tensor
-Attended = tuple[Tensor, Aux | Tensor | None, Tensor | None]
+Attended = tuple[Tensor, Aux | None, Tensor | None]  # as of `operators.attend`
 AUX = tuple(f.name for f in fields(Aux))
 
 
 def attend_heads(
-    attend: Callable[[Call], Attended], cp: ContextParallel, call: Call, layouts: dict[str, ShardLayout]
+    attend: Callable[[Call], Attended],
+    cp: ContextParallel,
+    call: Call,
+    layouts: dict[str, ShardLayout],
+    results: Sequence[str],
 ) -> Attended:
     """All-to-all from tokens to heads, a call of all tokens of a few heads, all-to-all back; some heads at a time.
 
     Args:
-        attend: returns o; `Aux`, the log-sum-exp or None; and the sums of an index' loss or None. Weights get gradients
-            of this rank's heads alone.
+        attend: of some heads. Weights get gradients of this rank's heads alone.
         call: this rank's rows [B, n, H, ...], packed [n, H, ...]; weights [H, ...] are the same on every rank.
         layouts: of each kind of rows.
+        results: fields of `Aux` that are exchanged.
 
     Returns:
         What `attend` returns, of this rank's rows and all heads; sums of this rank's heads.
@@ -78,21 +82,16 @@ def attend_heads(
             continue
         here = {name: x[0] if packed else x for name, x in zip(rows, started.pop(0)())}
         here |= {name: w[step - 1] for name, w in weights.items()}
-        o, rest, of_loss = attend(call._replace(**here))
-        outputs = dict(o=o) | _by_rows(rest)
+        o, aux, of_loss = attend(call._replace(**here))
+        named = dict(o=o) | {name: getattr(aux, name) for name in results}
+        outputs = {name: x.mT if name.startswith("lse") else x for name, x in named.items() if x is not None}
         sums.append(of_loss)
         answers.append(send("to_tokens", {name: x[None] if packed else x for name, x in outputs.items()}))
     joined = [join(*parts) for parts in zip(*[receive() for receive in answers])]
     outputs = {name: x[0] if packed else x for name, x in zip(outputs, joined)}
     outputs |= {name: x.mT.contiguous() for name, x in outputs.items() if name.startswith("lse")}
     o, sums = outputs.pop("o"), None if of_loss is None else torch.stack(sums).sum(0)
-    return o, Aux(**dict.fromkeys(AUX) | outputs) if isinstance(rest, Aux) else outputs.get("lse"), sums
-
-
-def _by_rows(rest: Aux | Tensor | None) -> dict[str, Tensor]:
-    """Results beside o by name, with rows before heads."""
-    named = {name: getattr(rest, name) for name in AUX} if isinstance(rest, Aux) else dict(lse=rest)
-    return {name: x.mT if name.startswith("lse") else x for name, x in named.items() if x is not None}
+    return o, Aux(**dict.fromkeys(AUX) | outputs) if results else None, sums
 
 
 def step_sizes(call: Call, tokens: ShardLayout, cp: ContextParallel) -> list[int]:
