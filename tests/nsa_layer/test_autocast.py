@@ -20,6 +20,7 @@ CASES = [
     Case(B=2, T=90, config=SMALL, compress_weights=True),
     Case(B=2, T=90, config=SMALL, gate="given"),
     Case(lengths=(33, 0, 57), config=SMALL, compress_weights=True, gate="none"),
+    Case(B=2, T=90, config=SMALL.replace(q_tile=1, rule="index", branches=("selected",)), index_dim=8),
 ]
 TILES = NSAConfig(block_counts=5, q_tile=128, deterministic=True)
 ON_GPU = [
@@ -44,11 +45,20 @@ def outcome(
     region = torch.autocast(do.device.type, dtype=half)
     static = dict(config=case.config, cu_seqlens=starts, backend=backend, return_aux=True)
     with region if autocast else nullcontext():
-        o, aux = nsa(**{name: x if autocast else x.to(half) for name, x in given.items()}, **static)
+        o, aux, *loss = nsa(
+            **{name: x if autocast else x.to(half) for name, x in given.items()},
+            **static,
+            return_index_loss=case.index_dim > 0,
+        )
     with region if backward_too else nullcontext():
-        grads = torch.autograd.grad(o, list(given.values()), do.to(half))
+        grads = torch.autograd.grad([o, *loss], list(given.values()), [do.to(half), *map(torch.ones_like, loss)])
     aux = {name: x for name, x in vars(aux).items() if x is not None}
-    return {"o": o} | aux | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
+    return (
+        {"o": o}
+        | {"index_loss": x for x in loss}
+        | aux
+        | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
+    )
 
 
 def assert_same_bits(got: Tensors, want: Tensors) -> None:

@@ -13,10 +13,11 @@ from layer_calls import Noted, deterministic
 
 from fuzz.properties.layer import assert_forward_causal
 from nsa_layer import NSAConfig, nsa, reference
-from nsa_layer.call import Call, loss_of_sums
+from nsa_layer.call import Aux, Call, loss_of_sums
 from nsa_layer.config import BRANCHES
 from nsa_layer.eager.backward import backward
 from nsa_layer.eager.forward import forward
+from nsa_layer.operators import attend
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
 
@@ -103,6 +104,28 @@ def test_later_tokens_change_nothing(backend: str) -> None:
     assert_forward_causal(OPERATOR["all branches"], backend, 77)
 
 
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("t", [16, 77, 96])
+def test_later_tokens_change_no_bit_of_the_loss_and_have_none_of_its_gradients(t: int, backend: str) -> None:
+    """Of the first t queries, which have all keys: output, lists, scores, sums of the loss; and m of each block."""
+    case = OPERATOR["all branches"]
+    results, keys = [], ("k", "v", "k_index")
+    for last in (make_inputs(case), make_inputs(replace(case, seed=1))):
+        tensors = make_inputs(case).tensors()
+        later = {name: torch.cat([tensors[name][:, :t], 8 * getattr(last, name)[:, t:]], 1) for name in keys}
+        leaves = {name: x.clone().requires_grad_() for name, x in (tensors | later).items()}
+        first = leaves | {name: leaves[name][:, :t] for name in ("q", "q_index")}
+        call = Call(**first, q_offset=torch.zeros(1).int(), spec=replace(case.spec, backend=backend))
+        o, aux, sums = attend(call)
+        grads = torch.autograd.grad([o, sums], [leaves[name] for name in keys], [o.detach(), torch.tensor([1.0, 0.0])])
+        assert all(d[:, :t].any() and not d[:, t:].any() for d in grads[: 2 + (t > 64)])
+        results.append([o, aux.block_indices, aux.index_scores, sums, *(d[:, :t] for d in grads)])
+        if backend == "eager":
+            saved = forward(call.map(torch.detach))[1]
+            results[-1] += saved.index_mass, saved.index_tokens
+    assert all(map(torch.equal, *results))
+
+
 def test_it_is_dense_attention_where_all_blocks_are_listed() -> None:
     inputs = make_inputs(replace(OPERATOR["all blocks"], dtype=torch.float64))
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
@@ -121,6 +144,8 @@ def test_the_loss_is_the_index_alone_and_the_output_is_not() -> None:
     assert all(d.any() for d in grads[:2]) and not any(d.any() for d in grads[2:])
     assert not any(d.any() for d in torch.autograd.grad(o.sum(), of_index, materialize_grads=True))
     assert torch.equal(nsa(**call), o)
+    _, aux, again = nsa(**call, return_aux=True, return_index_loss=True)  # in this order
+    assert isinstance(aux, Aux) and torch.equal(again, loss)
 
 
 @pytest.mark.parametrize("with_loss", [False, True])
@@ -178,6 +203,30 @@ def test_a_branch_that_is_not_there_launches_nothing(branches: tuple[str, ...], 
     assert names["mean_pool"] == names["mean_pool_backward"] == ("compressed" in branches)
     assert names["gated_sum"] == names["gated_sum_backward"] == (branches != ("selected",) or gate != "none")
     assert result.aux.gates.shape[-1] == len(branches) and result.aux.index_scores is None
+
+
+class Whole(torch.nn.Module):
+    """The call of a case with its loss, as a module."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.config = case.config
+
+    def forward(self, tensors: dict[str, Tensor], cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        return nsa(**tensors, cu_seqlens=cu_seqlens, config=self.config, return_index_loss=True)
+
+
+@pytest.mark.parametrize("name, strict", [("selected", True), ("selected", False), ("packed", False)])
+def test_an_export_takes_any_length(name: str, strict: bool) -> None:
+    case = OPERATOR[name]
+    inputs = make_inputs(case)
+    dim = {1 if case.lengths is None else 0: torch.export.Dim("T", min=32, max=4096)}
+    given = inputs.tensors(), inputs.cu_seqlens
+    shapes = {name: None if name == "gate_weight" else dim for name in given[0]}, None
+    program = torch.export.export(Whole(case), given, dynamic_shapes=shapes, strict=strict).module()
+    other = make_inputs(replace(case, T=217, lengths=case.lengths and (99, 0, 40, 3)))
+    given = other.tensors(), other.cu_seqlens
+    assert all(map(torch.equal, program(*given), Whole(case)(*given)))
 
 
 def test_the_same_bits_twice() -> None:

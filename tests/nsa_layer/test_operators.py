@@ -55,6 +55,8 @@ def other(case: Case, gate: str = "weight", own: tuple[str, ...] = (), **config:
     return dataclasses.replace(case, config=case.config.replace(**config), gate=gate, own_keys=own)
 
 
+BY_INDEX = dict(rule="index", branches=("selected",))
+INDEX = dataclasses.replace(other(BATCH, **BY_INDEX), compress_weights=False, index_dim=4, one_key=True)
 PLAIN = {
     "batch": (BATCH, dict(grads="qkv")),
     "packed": (PACKED, dict(grads="qkv")),
@@ -62,6 +64,11 @@ PLAIN = {
     "packed tiles": (other(PACKED, q_tile=16), dict(grads="q")),
     "no window": (other(PACKED, window_size=0), dict(grads="qkv")),
     "no gradient": (other(BATCH, **SEED), dict(grads=())),
+    "index": (INDEX, {}),
+    "packed index, all branches": (
+        dataclasses.replace(INDEX, lengths=(7, 0, 18), config=SMALL.replace(rule="index")),
+        {},
+    ),
     "lists alone": (BATCH, ALONE),
     "packed lists alone": (PACKED, ALONE),
 }
@@ -92,6 +99,11 @@ KERNELS = {
     "blocks past the end": (dataclasses.replace(other(TILES, block_size=256), T=257), {}),
     "given": (PACK, dict(heads=1, lists=3, **ALL)),
     "given to heads": (other(TILES, q_tile=32), dict(heads=1, lists=3, by_head=True, **ALL)),
+    "index": (dataclasses.replace(other(TOKENS, "none", **BY_INDEX), index_dim=32), dict(heads=2)),
+    "packed index, gates": (
+        dataclasses.replace(other(PACK, **BY_INDEX), index_dim=16, one_key=True),
+        dict(heads=1, **ALL),
+    ),
     "lists alone": (TOKENS, dict(alone=True, lists=3)),
     "packed lists alone": (PACK, dict(alone=True, lists=3)),
 }
@@ -108,7 +120,7 @@ def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(name: str) ->
         check(*on_kernels(name), test_utils=OF_SHAPES)
 
 
-GROUPED = "by token", "packed, recomputed, gates", "packed tiles, own keys", "packed in groups"
+GROUPED = "by token", "packed, recomputed, gates", "packed tiles, own keys", "packed in groups", "index"
 
 
 @pytest.mark.gpu
