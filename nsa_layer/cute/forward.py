@@ -96,6 +96,7 @@ def forward(
             outputs = (x if keep else None for x, keep in zip(outputs, plan.kept))
             of_group = Saved(*selection, *compressed, *means, *outputs, lse_cmp, lse_slc, lse_swa, g, **of_loss)
             saved = join_saved(saved, of_group, group, Hkv)
+            del selection, compressed, outputs, of_group  # else they are beside the next group's
     return o, saved
 
 

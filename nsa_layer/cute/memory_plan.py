@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
         listed: lists are the caller's.
         gate: "weight", "given" (the caller's gates) or "none".
         own_window: the window has keys or values of its own.
-        index_loss: there is one.
+        index_row: elements of a token's queries and keys of an index with a loss, else 0.
     """
 
     tokens: int
@@ -94,7 +94,12 @@ class Sizes(NamedTuple):
     gate: str = "weight"
     own_window: bool = False
     needs_grad: bool = True
-    index_loss: bool = False
+    index_row: int = 0
+
+    @property
+    def one_branch(self) -> bool:
+        """As `Call.one_branch`."""
+        return self.config.branches == ("selected",) and self.gate == "none"
 
     @classmethod
     def of(cls, call: Call, *, needs_grad: bool) -> Sizes:
@@ -104,7 +109,9 @@ class Sizes(NamedTuple):
         heads = (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         width = config.list_width(call.longest_k) if lists is None else lists.shape[-1]
         of_lists = (width, call.q_heads_per_list, reads_unions(config, listed=spec.listed), lists is not None)
-        more = (call.gate, call.has_own_window, needs_grad, spec.index_loss)
+        of_index = (call.q_index, call.k_index) if spec.index_loss else ()
+        index_row = sum(x.shape[-2:].numel() for x in of_index)
+        more = (call.gate, call.has_own_window, needs_grad, index_row)
         return cls(*counts, *heads, q.element_size(), config, *of_lists, *more)
 
 
@@ -127,19 +134,18 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
 
     Returns:
         "saved": what backward needs of forward, all groups; "forward", "backward": a group's while it is
-        computed, beside saved tensors; "outputs", "gradients": o; do, dq, dk and dv.
+        computed, beside saved tensors; "outputs", "gradients": o; do, dq, dk, dv and those of an index.
     """
     tokens, keys, e, config, width = sizes.tokens, sizes.keys, sizes.itemsize, sizes.config, sizes.list_width
     query_heads, rows, row_sizes = heads * (sizes.Hq // sizes.Hkv), tokens * sizes.Hq, sizes.D + sizes.Dv
     compresses, selects, slides = there = tuple(map(config.computes, BRANCHES))
-    tiles, blocks, kept = -(-tokens // config.q_tile), keys // config.stride * compresses, list(compress(kept, there))
+    kept = [] if sizes.one_branch else list(compress(kept, there))
+    tiles, blocks = -(-tokens // config.q_tile), keys // config.stride * compresses
     branch, row_numbers = tokens * query_heads * sizes.Dv * e, tokens * query_heads * 4 * config.num_branches
     compressed = blocks * heads * (row_sizes * e + sizes.D * 4)
     dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * keys * heads * row_sizes
-    if sizes.listed or not selects:
+    if sizes.listed or not selects or config.q_tile == 1:  # neither pooled queries nor counts
         selection = 0
-    elif config.q_tile == 1:  # neither pooled queries nor counts
-        selection = 0 if sizes.needs_grad else tokens * heads * width * 4
     else:  # a tile's pooled query in fp32 and split into two fp16
         selection = tiles * (query_heads * sizes.D * 8 + heads * width * 8)
     if sizes.unions or not selects:
@@ -152,19 +158,25 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     # Recomputed outputs are freed before accumulators; with the caller's gates outputs have gradients in memory.
     late = max(kept.count(False) * branch, accumulators) + config.num_branches * branch * (sizes.gate == "given")
     saved_lists = 0 if sizes.listed or not selects else tiles * sizes.Hkv * (width + (not sizes.unions)) * 4
-    if sizes.index_loss:  # by block of a list, in fp32: log-sum-exps of query heads; probabilities, and tokens
+    # Of one branch lists of queries are freed before those of keys are made, and the output is the branch's.
+    backward = 2 * row_numbers + 2 * compressed + (max(lists, late) if sizes.one_branch else lists + late)
+    if sizes.index_row:  # by block of a list, in fp32: log-sum-exps of query heads; probabilities, and tokens
         selection += 4 * tokens * query_heads * width * -(-config.block_size // UNION_BLOCK)
         saved_lists += 8 * tokens * sizes.Hkv * width
+        backward = max(backward, 8 * tokens * sizes.Hkv * width)  # tokens of each block, and gradients of scores
+    # A group's own are joined to those of all heads, which there are without backward, too.
+    selection += (not sizes.needs_grad) * saved_lists + (heads < sizes.Hkv) * saved_lists * heads // sizes.Hkv
     gates = len(config.branches) * (sizes.gate != "none")
     saved = rows * (sum(kept) * sizes.Dv * e + (config.num_branches + gates) * 4)
     saved += blocks * sizes.Hkv * row_sizes * e + saved_lists
-    with_gradients = rows + keys * (1 + sizes.own_window) * sizes.Hkv
+    numbers = 0 if sizes.one_branch else 2 * row_numbers
+    with_gradients = (rows + keys * (1 + sizes.own_window) * sizes.Hkv) * row_sizes + tokens * sizes.index_row
     return {
         "saved": saved * sizes.needs_grad,
-        "forward": kept.count(False) * branch + 2 * row_numbers + compressed + selection + query_lists,
-        "backward": (2 * row_numbers + 2 * compressed + lists + late) * sizes.needs_grad,
+        "forward": kept.count(False) * branch + numbers + compressed + selection + query_lists,
+        "backward": backward * sizes.needs_grad,
         "outputs": rows * sizes.Dv * e,
-        "gradients": with_gradients * row_sizes * e * sizes.needs_grad,
+        "gradients": with_gradients * e * sizes.needs_grad,
     }
 
 
@@ -193,7 +205,8 @@ def plan_memory(
     budget = policy.budget
     if budget is None and device.type == "cuda":
         budget = _free_budget(sizes, device)
-    return _plan_memory(sizes, _choices(policy, sizes.needs_grad) if kept is None else (kept,), budget)
+    saves = sizes.needs_grad and not sizes.one_branch  # whose output is that of the call
+    return _plan_memory(sizes, _choices(policy, saves) if kept is None else (kept,), budget)
 
 
 def plan_of(call: Call, heads: int | None, budget: int | None, kept: Sequence[bool], needs_grad: bool) -> MemoryPlan:
@@ -216,12 +229,12 @@ def _choices(policy: MemoryPolicy, needs_grad: bool) -> tuple[tuple[bool, bool, 
 @lru_cache(maxsize=256)
 def _plan_memory(sizes: Sizes, choices: tuple[tuple[bool, bool, bool], ...], budget: int | None) -> MemoryPlan:
     for kept in choices:
-        for count in range(1, sizes.Hkv + 1):
+        for count in range(1, 2 if sizes.one_branch else sizes.Hkv + 1):  # one branch computes all heads at once
             heads = -(-sizes.Hkv // count)
             parts = predict(sizes, heads, kept)
             if budget is None or parts["saved"] + max(parts["forward"], parts["backward"]) <= budget:
                 return MemoryPlan(split_heads(sizes.Hkv, heads), kept)
-    return MemoryPlan(split_heads(sizes.Hkv, 1), choices[-1])
+    return MemoryPlan(split_heads(sizes.Hkv, sizes.Hkv if sizes.one_branch else 1), choices[-1])
 
 
 def split_heads(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:

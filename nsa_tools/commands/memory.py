@@ -1,4 +1,4 @@
-"""`python -m nsa_layer memory`: peak memory of `nsa` above its inputs q, k and v, predicted and measured.
+"""`python -m nsa_layer memory`: peak memory of `nsa` above its inputs, predicted and measured.
 
 The prediction is that of the kernels' plan: groups of key/value heads one after the other, and outputs of branches kept
 or computed again. What is measured has workspace besides, and another plan with --backend eager. GiB are 2**30 bytes.
@@ -48,21 +48,21 @@ def table(result: list[dict]) -> str:
     parts = ("outputs", "gradients", "saved", "forward", "backward", "peak")
     measured, rows = any(one["status"] != "not measured" for one in result), []
     for one in result:
-        groups = f"{one['groups']}" + ("" if one["kept"] is None else f", {one['kept']} of 3")
+        groups = f"{one['groups']}" + ("" if one["kept"] is None else f", {one['kept']} kept")
         expected = one["predicted"]
         row = [f"{one['T']:,}", groups, gib(one["inputs"]), *(gib(expected[name]) for name in parts)]
         if measured:
             peak = one["peak"]
             row += [one["status"], ""] if peak is None else [gib(peak), f"{peak / expected['peak']:.2f}"]
         rows.append(row)
-    header = ["T", "groups, kept", "q, k, v", *parts[:-1], "predicted peak"]
-    title = "GiB; peaks are above q, k and v. Groups of heads run in turn; branch outputs are kept for backward."
+    header = ["T", "groups, kept", "inputs", *parts[:-1], "predicted peak"]
+    title = "GiB; peaks are above the inputs. Groups of heads run in turn; branch outputs are kept for backward."
     return f"{title}\n\n" + markdown(header + (["measured peak", "measured / predicted"] if measured else []), rows)
 
 
 def longest_text(result: dict) -> str:
     """`find_longest` in a line or two."""
-    kept = "" if result["kept"] is None else f", {result['kept']} of 3 outputs kept"
+    kept = "" if result["kept"] is None else f", {result['kept']} outputs kept"
     kind = "forward" if result["kept"] is None else "forward and backward"
     text = f"longest {kind} in {result['total'] / 2**30:.1f} GiB, in steps of {STEP:,} tokens: "
     text += f"predicted {result['predicted']:,} ({result['groups']} groups of heads{kept})"

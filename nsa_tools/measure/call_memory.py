@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 
 import torch
 
 from nsa_layer.api import nsa
+from nsa_layer.config import BRANCHES
 from nsa_layer.cute.memory_plan import RESERVE, MemoryPlan, MemoryPolicy, plan_memory, predict
 from nsa_tools.measure.peak_memory import is_out_of_memory, peak_bytes
 from nsa_tools.measure.timed_calls import gradients
@@ -19,8 +22,8 @@ STEP = 1 << 16  # tokens to which the longest call is found
 
 
 def input_bytes(shape: Shape) -> int:
-    """Bytes of q, k and v, which are the caller's."""
-    return shape.B * shape.T * (shape.Hq * shape.D + shape.Hkv * (shape.D + shape.Dv)) * shape.dtype.itemsize
+    """Bytes of the caller's tensors."""
+    return sum(map(math.prod, shape.tensor_shapes().values())) * shape.dtype.itemsize
 
 
 def planned(shape: Shape, total: int | None = None) -> MemoryPlan:
@@ -54,6 +57,11 @@ def repeated_call(shape: Shape, backend: str) -> Callable[[], None]:
     return call
 
 
+def outputs_kept(shape: Shape, plan: MemoryPlan) -> int | None:
+    """Outputs of branches that are kept for backward; None without one."""
+    return sum(compress(plan.kept, map(shape.config.computes, BRANCHES))) if shape.backward else None
+
+
 def measurement(shape: Shape, backend: str | None, total: int | None = None) -> dict:
     """The plan, bytes that are predicted by component, and the measured peak, unless `backend` is None.
 
@@ -62,7 +70,7 @@ def measurement(shape: Shape, backend: str | None, total: int | None = None) -> 
         with "peak"), "peak" (None: not measured, or out of memory) and "status".
     """
     plan = planned(shape, total)
-    result = dict(T=shape.T, groups=len(plan.groups), kept=sum(plan.kept) if shape.backward else None)
+    result = dict(T=shape.T, groups=len(plan.groups), kept=outputs_kept(shape, plan))
     result |= dict(inputs=input_bytes(shape), predicted=predicted(shape, plan))
     if backend is None:
         return result | dict(peak=None, status="not measured")
@@ -100,7 +108,7 @@ def find_longest(shape: Shape, backend: str | None, total: int) -> dict:
     expected = longest(fits, guess=STEP, step=STEP)
     plan = planned(shape.at(max(expected, STEP)), total)
     tried = None if backend is None else longest(runs, guess=max(expected, STEP), step=STEP)
-    kept = sum(plan.kept) if shape.backward else None
+    kept = outputs_kept(shape, plan)
     return dict(total=total, predicted=expected, groups=len(plan.groups), kept=kept, measured=tried)
 
 

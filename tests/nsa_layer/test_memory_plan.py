@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import stub_kernels
 import torch
 from layer_calls import needs_hopper
 
@@ -68,12 +71,58 @@ def test_a_branch_that_is_not_there_takes_no_memory() -> None:
     one, whole = (predict(of, 8, ALL) for of in (sizes, SIZES._replace(config=TOKENS)))
     assert one["saved"] == (1 << 16) * (32 * (128 * 2 + 2 * 4) + 8 * 16 * 4)
     assert one["forward"] < whole["forward"] and one["backward"] < whole["backward"] - 4 * (1 << 16) * 32 * 128
-    loss = predict(sizes._replace(index_loss=True), 8, ALL)
+    loss = predict(sizes._replace(index_row=512), 8, ALL)
     assert loss["saved"] - one["saved"] == (1 << 16) * 8 * 16 * 8
     assert loss["forward"] - one["forward"] == (1 << 16) * 32 * 16 * 4
     window = predict(sizes._replace(config=TOKENS.replace(branches=("window",))), 8, ALL)
     assert window["saved"] == (1 << 16) * 32 * (128 * 2 + 2 * 4)
     assert predict(sizes._replace(config=config.replace(branches=ALL_BRANCHES)), 8, ALL) == whole
+
+
+BY_INDEX = NSAConfig(rule="index", branches=("selected",))
+INDEX_CALLS = {
+    "a batch": Case(B=2, T=4096, config=BY_INDEX, index_dim=32),
+    "one key, small blocks": Case(T=8192, config=BY_INDEX.replace(block_size=16), index_dim=16, one_key=True),
+    "packed, large blocks": Case(lengths=(5000, 3192), config=BY_INDEX.replace(block_size=128), index_dim=64),
+    "no loss": Case(T=8192, config=BY_INDEX, index_dim=32, index_loss=False),
+    "long lists": Case(T=8192, config=BY_INDEX.replace(block_counts=64), index_dim=32),
+    "gates": Case(T=8192, config=BY_INDEX, index_dim=32, gate="weight"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("name", INDEX_CALLS)
+def test_a_call_with_an_index_allocates_what_is_predicted(
+    name: str, needs_grad: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the host's allocations, without a GPU; less in groups of heads, each of which has workspace for its own."""
+    gate = "weight" if name == "gates" else "none"
+    inputs = make_inputs(replace(INDEX_CALLS[name], Hq=8, D=128, dtype=torch.bfloat16, gate=gate), device)
+    case, tensors = inputs.case, {name: x.requires_grad_(needs_grad) for name, x in inputs.tensors().items()}
+    needed = [x for name, x in tensors.items() if case.index_loss or "index" not in name]
+    sizes = Sizes.of(Call(**tensors, cu_seqlens=inputs.cu_seqlens, spec=case.spec), needs_grad=needs_grad)
+    options = dict(config=case.config, cu_seqlens=inputs.cu_seqlens, return_index_loss=case.index_loss, backend="cute")
+    monkeypatch.setattr(stub_kernels, "LAUNCHED", deque(maxlen=0))  # nothing is kept
+    peaks = []
+    for policy in (MemoryPolicy(), MemoryPolicy(budget=0)):
+
+        def step(policy: MemoryPolicy = policy) -> None:
+            results = nsa(**tensors, **options, memory=policy)
+            o, *loss = results if case.index_loss else (results,)
+            if needs_grad:
+                torch.autograd.grad([o, *loss], needed, [inputs.do, *map(torch.ones_like, loss)])
+
+        with stub_kernels.stubbed_layer() if device == "cpu" else nullcontext():
+            step()
+            peaks.append(peak_bytes(step, device))
+        plan = plan_memory(sizes, policy, CPU)
+        assert len(plan.groups) == 1 + (policy.budget == 0 and name == "gates")
+        parts = predict(sizes, plan.groups[0][1], plan.kept)
+        of_backward = parts["backward"] + parts["gradients"] - inputs.do.nbytes * needs_grad
+        expected = parts["outputs"] + parts["saved"] + max(parts["forward"], of_backward)
+        assert 0.95 < peaks[-1] / expected < 1.05, (policy, peaks[-1] / expected)
+    assert (peaks[1] < peaks[0]) == (name == "gates")
 
 
 def small_case(lengths: tuple[int, ...] | None, gate: str, deterministic: bool) -> Case:

@@ -24,7 +24,7 @@ def test_table_is_written_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "memory.json"
     assert memory.main([*TINY, "--seqlen", "64", "100", "--json", str(file)]) == 0
     shown, document = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
-    assert len(shown) == 6 and shown[0].startswith("GiB; peaks are above q, k and v") and shown[2].count("|") == 12
+    assert len(shown) == 6 and shown[0].startswith("GiB; peaks are above the inputs") and shown[2].count("|") == 12
     assert [row["T"] for row in document["rows"]] == [64, 100] and document["environment"]["gpu"] is None
     for line, row in zip(shown[4:], document["rows"], strict=True):
         assert row["status"] == "measured" and row["peak"] > 0
