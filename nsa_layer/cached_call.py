@@ -13,9 +13,11 @@ from nsa_layer.call import (
     CACHES,
     COMPRESSED_CACHES,
     DIFFERENTIABLE,
+    SCALES,
     TOKEN_CACHES,
     Call,
     CallSpec,
+    KVCache,
     require_choice_by_token,
 )
 from nsa_layer.config import NSAConfig, require_int
@@ -69,6 +71,8 @@ def check_call(
         if x is not None and not paged and x.shape[1] < least:
             raise ValueError(f"{name} must have slots for the {least} keys of {S} tokens, got {x.shape[1]}")
     check(*TABLES, *["cache_seqlens"] * isinstance(cache.cache_seqlens, Tensor), sizes=sizes)
+    check(*SCALES, sizes=sizes)
+    _check_dtypes(call)
     _check_tables(call, config, S)
     checks.check_exclusive(call)
     scale = checks.check_scale(softmax_scale, q.shape[-1])
@@ -117,6 +121,18 @@ def _check_cache_options(call: Call, config: NSAConfig) -> None:
     require_int("num_splits", call.cache.num_splits, least=0)
     if not isinstance(call.cache.cache_seqlens, Tensor):
         require_int("cache_seqlens", call.cache.cache_seqlens, least=0)
+
+
+def _check_dtypes(call: Call) -> None:
+    """All caches have q's dtype, or all are in FP8; these alone have scales."""
+    cache = call.cache
+    for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
+        x = getattr(cache, f"{name}_cache")
+        if x is not None and x.dtype != cache.k_cache.dtype:
+            raise TypeError(f"{name}_cache must have k_cache's dtype {cache.k_cache.dtype}, got {x.dtype}")
+        if cache.scale(name) is not None and (x is None or not cache.in_fp8):
+            of = "none" if x is None else x.dtype
+            raise ValueError(f"{name}_scale is for {name}_cache in float8_e4m3fn, got it with {of}")
 
 
 def _check_tables(call: Call, config: NSAConfig, S: int) -> None:
@@ -190,6 +206,14 @@ def check_slots(fits: Sequence[bool], call: Call) -> None:
                 )
 
 
+def check_scales(cache: KVCache) -> None:
+    """Raise ValueError unless the scales of caches in FP8 are positive and finite; reads them."""
+    for name in SCALES:
+        x = getattr(cache, name)
+        if x is not None and not ((x > 0) & x.isfinite()).all():
+            raise ValueError(f"{name} must be positive and finite, got {x.tolist()}")
+
+
 def refuse_aliases(call: Call, out: Tensor | None) -> None:
     """Raise ValueError where a tensor that the call writes to overlaps itself or another cache."""
     caches = {name: x for name in CACHES if (x := getattr(call.cache, name)) is not None}
@@ -213,13 +237,15 @@ def _refuse_overlap(name: str, x: Tensor) -> None:
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """True if tensors of one dtype have an element at the same address; False where they have no addresses."""
+    """True if elements of two tensors share a byte; False where these have no addresses."""
     if torch.compiler.is_compiling() or is_transformed() or {type(x), type(y)} != {Tensor} or not x.numel() * y.numel():
         return False
-    high, low = Counter(), Counter()  # the most and, negated, the least of each step between an element of x and y
+    high, low = Counter(), Counter()  # the most and, negated, the least of each step between a byte of x and of y
     for bound, tensor in ((high, x), (low, y)):
+        bytes_of = tensor.element_size()
+        bound[1] += bytes_of - 1
         for step, size in zip(tensor.stride(), tensor.shape):
-            bound[step] += size - 1
+            bound[step * bytes_of] += size - 1
 
     def is_sum(gap: int, steps: Sequence[int]) -> bool:
         if not steps:
@@ -229,5 +255,4 @@ def _meet(x: Tensor, y: Tensor) -> bool:
         counts = range(max(-low[step], -((most - gap) // step)), min(high[step], (gap - least) // step) + 1)
         return any(is_sum(gap - n * step, rest) for n in counts)
 
-    gap = (y.data_ptr() - x.data_ptr()) // x.element_size()
-    return is_sum(gap, sorted({*high, *low} - {0}, reverse=True))
+    return is_sum(y.data_ptr() - x.data_ptr(), sorted({*high, *low} - {0}, reverse=True))

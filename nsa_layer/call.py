@@ -13,6 +13,8 @@ from nsa_layer.config import BRANCHES, NSAConfig
 TOKEN_CACHES = ("k", "v", "k_win", "v_win", "k_index")
 COMPRESSED_CACHES = ("k_cmp", "v_cmp")
 CACHES = tuple(f"{name}_cache" for name in (*TOKEN_CACHES, *COMPRESSED_CACHES))
+SCALES = tuple(f"{name}_scale" for name in (*TOKEN_CACHES, *COMPRESSED_CACHES))  # of `CACHES` in FP8
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class KVCache(NamedTuple):
     k_win_cache: torch.Tensor | None = None
     v_win_cache: torch.Tensor | None = None
     k_index_cache: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    k_win_scale: torch.Tensor | None = None
+    v_win_scale: torch.Tensor | None = None
+    k_index_scale: torch.Tensor | None = None
+    k_cmp_scale: torch.Tensor | None = None
+    v_cmp_scale: torch.Tensor | None = None
     num_splits: int = 0
 
     @property
@@ -79,6 +88,15 @@ class KVCache(NamedTuple):
         """Tokens that a sequence may have in the caches."""
         page = self.k_cache.shape[1]
         return page if self.page_table is None else page * self.page_table.shape[1]
+
+    @property
+    def in_fp8(self) -> bool:
+        """True if numbers in the caches are `FP8`, times a scale of their head."""
+        return self.k_cache.dtype == FP8
+
+    def scale(self, name: str) -> torch.Tensor | None:
+        """fp32 [heads] of one of `TOKEN_CACHES` or `COMPRESSED_CACHES` in FP8; None: 1."""
+        return getattr(self, f"{name}_scale")
 
     def named(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The caches that are not None, of `TOKEN_CACHES` or `COMPRESSED_CACHES`, by these names."""

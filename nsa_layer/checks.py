@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_layer import support
-from nsa_layer.call import DIFFERENTIABLE, Call, CallSpec
+from nsa_layer.call import DIFFERENTIABLE, FP8, Call, CallSpec
 from nsa_layer.config import LARGEST, WIDEST_TILE, NSAConfig, require_bools, require_int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_KEPT = 1024
 Q_TILES = tuple(1 << i for i in range(WIDEST_TILE.bit_length()))  # queries that may share a list
-# q's dtype; of floating point; int32; the same, for what may be int64 before `lists_in_int32`; what q may have.
+# q's dtype; of floating point; int32; the same, for what may be int64 before `lists_in_int32`; what q may have; q's
+# dtype or FP8; fp32.
 Q, FLOAT, INT32, LISTS, ANY = "q", "float", "int32", "int32 or int64", "any"
+STORED, FLOAT32 = "stored", "float32"
 
 
 class Kind(NamedTuple):
@@ -26,7 +28,7 @@ class Kind(NamedTuple):
 
     Attributes:
         shape: a letter or number for each dimension; "tokens", "keys" and "blocks" stand for those of a layout.
-        dtype: `Q`, `FLOAT`, `INT32` or `ANY`.
+        dtype: `Q`, `FLOAT`, `INT32`, `ANY`, `STORED` or `FLOAT32`.
         dense: contiguous in its last dimension.
         required: None is no such tensor.
     """
@@ -53,17 +55,20 @@ ARGUMENTS = {
     "q_index": Kind("tokens Hkv Di", Q, dense=True),
     "k_index": Kind("keys Hi Di", Q, dense=True),
     "q_offset": Kind("sequences", INT32),
-    "k_cache": Kind("rows S Hkv D", Q, dense=True, required=True),
-    "v_cache": Kind("rows S Hkv Dv", Q, dense=True, required=True),
-    "k_win_cache": Kind("rows S Hkv D", Q, dense=True),
-    "v_win_cache": Kind("rows S Hkv Dv", Q, dense=True),
-    "k_index_cache": Kind("rows S Hi Di", Q, dense=True),
-    "k_cmp_cache": Kind("rows_cmp Sc Hkv D", Q, dense=True),
-    "v_cmp_cache": Kind("rows_cmp Sc Hkv Dv", Q, dense=True),
+    "k_cache": Kind("rows S Hkv D", STORED, dense=True, required=True),
+    "v_cache": Kind("rows S Hkv Dv", STORED, dense=True, required=True),
+    "k_win_cache": Kind("rows S Hkv D", STORED, dense=True),
+    "v_win_cache": Kind("rows S Hkv Dv", STORED, dense=True),
+    "k_index_cache": Kind("rows S Hi Di", STORED, dense=True),
+    "k_cmp_cache": Kind("rows_cmp Sc Hkv D", STORED, dense=True),
+    "v_cmp_cache": Kind("rows_cmp Sc Hkv Dv", STORED, dense=True),
     "cache_seqlens": Kind("B", INT32, required=True),
     "page_table": Kind("B pages", INT32),
     "cmp_page_table": Kind("B cmp_pages", INT32),
     "cache_batch_idx": Kind("B", INT32),
+    **dict.fromkeys(("k_scale", "v_scale", "k_win_scale", "v_win_scale"), Kind("Hkv", FLOAT32)),
+    **dict.fromkeys(("k_cmp_scale", "v_cmp_scale"), Kind("Hkv", FLOAT32)),
+    "k_index_scale": Kind("Hi", FLOAT32),
     "out": Kind("tokens Hq Dv", Q),
     "x": Kind("tokens dim", Q, required=True),
 }
@@ -120,8 +125,11 @@ def check_kind(name: str, x: object, q: object, dtype: str, *, optional: bool = 
         raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
     if dtype in (INT32, LISTS) and x.dtype != torch.int32:
         raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
-    if dtype == Q and x.dtype != q.dtype:
-        raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    if dtype == FLOAT32 and x.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {x.dtype}")
+    if dtype in (Q, STORED) and x.dtype != q.dtype and (dtype == Q or x.dtype != FP8):
+        or_fp8 = " or be float8_e4m3fn" * (dtype == STORED)
+        raise TypeError(f"{name} must have q's dtype {q.dtype}{or_fp8}, got {x.dtype}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
 

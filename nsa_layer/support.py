@@ -118,6 +118,7 @@ LACKING: dict[str, Callable[[Call], bool]] = {
     "index of other than 16, 32, 64 or 128 dimensions": lambda call: (
         call.q_index is not None and call.q_index.shape[-1] not in INDEX_DIMS
     ),
+    "caches in float8_e4m3fn": lambda call: call.cache is not None and call.cache.in_fp8,
 }
 
 

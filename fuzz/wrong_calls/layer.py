@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from fuzz.wrong_calls import NO_SCALES, NO_TENSORS, NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, not_a_size
 from nsa_layer import MemoryPolicy, NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention, warm_up
+from nsa_layer.call import FP8
 from nsa_layer.checks import ARGUMENTS, BATCH, INT32, NO_EMPTY, Q
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case
@@ -218,6 +220,12 @@ CACHED = (
     ("k_index_cache", ValueError, "k_index_cache must have 2 heads, as k has, or 1, got 3",
      Together(config=OF_INDEX, k_index_cache=torch.zeros(B, 32, 3, 4), q_index=torch.zeros(B, T, HKV, 4),
               k_index=torch.zeros(B, T, 3, 4))),
+    ("k_cache", TypeError, "k_cache must have q's dtype torch.float32 or be float8_e4m3fn, got torch.float8_e5m2",
+     lambda x: x.to(torch.float8_e5m2)),
+    ("v_cache k_cmp_cache", TypeError, "{} must have k_cache's dtype torch.float32, got torch.float8_e4m3fn",
+     lambda x: x.to(FP8)),
+    ("k_scale", ValueError, "k_scale is for k_cache in float8_e4m3fn, got it with torch.float32", torch.ones(HKV)),
+    ("v_win_scale", ValueError, "v_win_scale is for v_win_cache in .*, got it with none", torch.ones(HKV)),
     ("k_cmp_cache", ValueError, "k_cmp needs k_cmp_cache", Together(k_cmp=torch.zeros(B, 5, HKV, D), k_cmp_cache=None)),
     ("k_cmp_cache v_cmp_cache", ValueError, "{} must have slots for the 8 keys of 32 tokens, got", lambda x: x[:, 1:]),
     ("gates", ValueError, "gate_weight and gates exclude each other",
@@ -235,6 +243,7 @@ CACHED = (
     ("validate return_lse", *NOT_A_BOOL),
     ("backend", ValueError, "backend='cute' needs tensors on a GPU, got cpu", "cute"),
 )  # fmt: skip
+IN_FP8 = {name: x.to(FP8) for name, x in cached("cpu").items() if name.endswith("_cache")} | dict(validate=True)
 SHARED, OUTPUT = torch.zeros(B, 32, HKV, D), torch.zeros(B, T, HQ, DV)
 OUT_OF_CACHE = (
     ("cache_seqlens", ValueError, "sequence 1 does not fit its caches, with 20 queries and 33 tokens",
@@ -259,6 +268,10 @@ OUT_OF_CACHE = (
      Together(k_cache=SHARED, k_cmp_cache=SHARED[:, -8:], validate=True)),
     ("out", ValueError, "(out|v_cache) must have memory of its own, got .* overlaps",
      Together(out=OUTPUT, v_cache=OUTPUT.view(B, 40, HKV, DV)[:, :32], validate=True)),
+    ("k_scale", ValueError, "(k|v_cmp)_scale must be positive and finite, got",
+     Together(IN_FP8, k_scale=torch.tensor([1.0, 0.0])), Together(IN_FP8, v_cmp_scale=torch.tensor([1.0, math.inf]))),
+    ("out", ValueError, "(out|k_cache) must have memory of its own, got .* overlaps",
+     Together(IN_FP8, out=OUTPUT, k_cache=OUTPUT.view(FP8).flatten()[3:].as_strided((B, 32, HKV, D), (512, 16, 8, 1)))),
 )  # fmt: skip
 PAGES = (
     ("page_table cmp_page_table", ValueError, "{} must name no page of a sequence twice, got 3 twice for sequence 1",
@@ -288,7 +301,8 @@ CACHE = (
     ("own_window", *NOT_A_BOOL),
     ("own_window", ValueError, "own_window must be False where there is no window, got True",
      Together(own_window=True, config=CONFIG.replace(q_tile=1, window_size=0))),
-    ("dtype", TypeError, "dtype must be float16, .* got", torch.int32, "bfloat16", None),
+    ("dtype", TypeError, "dtype must be float16, .* got", torch.int32, "bfloat16", None, torch.float8_e5m2),
+    ("dtype", NotImplementedError, "own_sources with dtype=float8_e4m3fn", Together(own_sources=True, dtype=FP8)),
 )  # fmt: skip
 OF_CACHE = (
     ("q k v", *NOT_A_TENSOR, None),
@@ -428,7 +442,7 @@ OF_NSA = (  # refused by nsa or NSACache.attend, which come after the projection
     ("cache", ValueError, "sources must be given with compress to a cache", with_cache(dict(kv_per_branch=True))),
     ("cache", ValueError, r"v must have shape .*, 6\), got .*, 8\)", with_cache()),
     ("cache", ValueError, r"k_cache must have shape .*, 16\), got .*, 8\)", with_cache(dict(head_dim=16))),
-    ("cache", TypeError, "k_cache must have q's dtype torch.float64, got torch.float32",
+    ("cache", TypeError, "k_cache must have q's dtype torch.float64 or be .*, got torch.float32",
      with_cache(dict(head_dim_v=6, dtype=torch.float64), x=torch.zeros(B, T, 32).double())),
     ("x", ValueError, "no empty dimension", torch.zeros(1, 0, 32)),
     ("cu_seqlens", ValueError, "cu_seqlens must end", in_a_pack(starts(0, 4))),

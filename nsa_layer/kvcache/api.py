@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast, support
-from nsa_layer.cached_call import check_call, refuse_aliases
+from nsa_layer.cached_call import check_call, check_scales, refuse_aliases
 from nsa_layer.call import DIFFERENTIABLE, Call, KVCache
 from nsa_layer.checks import lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
@@ -42,6 +42,13 @@ def nsa_with_kvcache(
     q_index: Tensor | None = None,
     k_index: Tensor | None = None,
     k_index_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_win_scale: Tensor | None = None,
+    v_win_scale: Tensor | None = None,
+    k_index_scale: Tensor | None = None,
+    k_cmp_scale: Tensor | None = None,
+    v_cmp_scale: Tensor | None = None,
     gate_weight: Tensor | None = None,
     gates: Tensor | None = None,
     compress_k_weight: Tensor | None = None,
@@ -64,7 +71,8 @@ def nsa_with_kvcache(
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens_q``: the last T tokens of each sequence.
         k_cache: [B, S, Hkv, D], or with ``page_table`` [pages, page, Hkv, D], page a multiple of the block. As of all
-            caches, the last dimension is contiguous, and the others have any strides.
+            caches, the last dimension is contiguous, and the others have any strides. All have q's dtype, or all are
+            in torch.float8_e4m3fn.
         v_cache: [B, S, Hkv, Dv] or [pages, page, Hkv, Dv].
         k: [B, T, Hkv, D] or [total, Hkv, D], v: the same with Dv: the keys and values of q's tokens, written to the
             caches first. None: they are in the caches.
@@ -88,6 +96,9 @@ def nsa_with_kvcache(
         k_win_cache, v_win_cache: like k_cache and v_cache. None: the window reads k_cache and v_cache.
         q_index, k_index, index_scale: as in `nsa`, of q's tokens; k_index where k is, written to its cache.
         k_index_cache: [B, S, Hkv or 1, Di] or [pages, page, Hkv or 1, Di], which ``rule="index"`` needs.
+        k_scale, v_scale, ...: fp32 [heads], of caches in float8_e4m3fn: x is stored as x * (1 / scale), rounded, at
+            most 448 in magnitude, and read as that times the scale, by its own call too. Compressed keys are means of
+            what is read, in fp32, stored by a scale of their own. None: 1.
         gate_weight, gates, compress_k_weight, compress_v_weight, softmax_scale: as in `nsa`.
         config: block sizes, window, the rule that chooses blocks: each token for itself.
         block_indices: as in `nsa`; tiles of ``config.q_tile`` queries count from the call's first.
@@ -96,10 +107,10 @@ def nsa_with_kvcache(
         out: like the output, to be written to, with an address for each element. What is returned is this tensor, or
             where a tensor of the call needs a gradient a copy, whose backward raises.
         return_lse: also return the branches' log-sum-exps.
-        validate: look at ``cache_seqlens``, tables and indices before anything is written, which waits for a GPU: they
-            must lead to slots in the caches, name no page of a sequence twice, and let no sequence write where another
-            one writes or has tokens. Caches that are written to must not be expanded, nor overlap others. Without, a
-            sequence that does not fit its caches writes nothing, and its rows are NaN.
+        validate: look at ``cache_seqlens``, tables, indices and scales before anything is written, which waits for a
+            GPU: they must lead to slots in the caches, name no page of a sequence twice, and let no sequence write
+            where another one writes or has tokens. Caches that are written to must not be expanded, nor overlap others.
+            Without, a sequence that does not fit its caches writes nothing, and its rows are NaN.
         backend: "cute" (the kernels), "eager" or "reference". None: the kernels where the tensors are on a supported
             GPU, else eager.
 
@@ -121,7 +132,8 @@ def nsa_with_kvcache(
     """
     cache = KVCache(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, k_cmp_cache, v_cmp_cache, cmp_page_table,
-        k_win_cache, v_win_cache, k_index_cache, num_splits,
+        k_win_cache, v_win_cache, k_index_cache, k_scale, v_scale, k_win_scale, v_win_scale, k_index_scale,
+        k_cmp_scale, v_cmp_scale, num_splits,
     )  # fmt: skip
     weights = gate_weight, gates, compress_k_weight, compress_v_weight
     own = k_cmp, v_cmp, k_win, v_win, q_index, k_index
@@ -151,5 +163,6 @@ def check(
     call = call._replace(block_indices=lists_in_int32(call.block_indices))
     call = check_call(call, **static, out=out, backend=backend, validate=validate or read)
     if validate:
+        check_scales(call.cache)
         refuse_aliases(call, out)
     return support.on_backend(backend, call)

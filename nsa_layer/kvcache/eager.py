@@ -16,6 +16,7 @@ from nsa_layer import support
 from nsa_layer.cached_call import check_slots
 from nsa_layer.call import COMPRESSED_CACHES, LSES, TOKEN_CACHES, Aux, Call, accumulation_dtype
 from nsa_layer.eager.pooling import compress
+from nsa_layer.kvcache.fp8 import dequantise, in_cache_dtype
 
 Tensor = torch.Tensor
 
@@ -51,7 +52,10 @@ def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, 
     spec, auxes = replace(call.spec, lengths=None), [None] * call.B
     weights = {f"{x}_cmp": f"compress_{x}_weight" for x in "kv"}
     for b in attended:
-        stored = {name: x[slots_of(x, pages[name][b], 0, spans[b][name][1])] for name, x in caches.items()}
+        stored = {
+            name: dequantise(x[slots_of(x, pages[name][b], 0, spans[b][name][1])], call.cache.scale(name), q.dtype)
+            for name, x in caches.items()
+        }
         stored |= {weight: getattr(call, weight) for name, weight in weights.items() if name not in caches}
         offset = torch.tensor([ends[b] - lengths[b]], dtype=torch.int32)
         own = Call(**new[b] | stored, gate_weight=call.gate_weight, q_offset=offset, spec=spec)
@@ -114,15 +118,17 @@ def _write(
     spans: dict[str, tuple[int, int]],
 ) -> None:
     """New tokens of a sequence, then the compressed keys that they complete; pages, new and spans are by cache."""
-    config = call.config
+    config, exact = call.config, accumulation_dtype(call.q.dtype)
     for name, cache in caches.items():
         (first, end), x = spans[name], new.get(name)
         if "cmp" in name and x is None and first < end:
             of = name[0]
             tokens = slots_of(caches[of], pages[of], first * config.stride, (end - 1) * config.stride + config.span)
-            x = _compress(module, caches[of][tokens], getattr(call, f"compress_{of}_weight"), call)
+            x = dequantise(caches[of][tokens], call.cache.scale(of), exact)
+            x = _compress(module, x, getattr(call, f"compress_{of}_weight"), call)
         if x is not None:
-            cache[slots_of(cache, pages[name], first, end)] = x[: end - first].to(cache.dtype)
+            x = in_cache_dtype(x[: end - first], call.cache.scale(name), cache.dtype)
+            cache[slots_of(cache, pages[name], first, end)] = x
 
 
 def _compress(module: ModuleType, x: Tensor, weight: Tensor | None, call: Call) -> Tensor:

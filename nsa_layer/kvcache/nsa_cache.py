@@ -8,11 +8,12 @@ from itertools import accumulate, chain
 
 import torch
 
-from nsa_layer.call import COMPRESSED_CACHES, OWN_KEYS, TOKEN_CACHES, Call
+from nsa_layer.call import COMPRESSED_CACHES, FP8, OWN_KEYS, TOKEN_CACHES, Call
 from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.kvcache import operator
 from nsa_layer.kvcache.api import check
+from nsa_layer.kvcache.fp8 import MOST, dequantise, in_cache_dtype
 from nsa_layer.kvcache.operator import Lses
 from nsa_layer.kvcache.page_allocator import PageAllocator, sent
 
@@ -45,6 +46,8 @@ class NSACache(LastingTensors):
             ``own_window`` ``k_win_cache`` and ``v_win_cache``, with ``rule="index"`` ``k_index_cache``; shaped as
             `nsa_with_kvcache` says.
         sources: with ``own_sources`` "k" and "v", like ``k_cache`` and ``v_cache``.
+        scales: with ``dtype=torch.float8_e4m3fn`` ``k_scale`` and so on, fp32 [heads], of each of the caches: 1 until
+            `calibrate`.
         cache_seqlens: int32 [batch] on the device, tokens of each sequence; the same as ``lengths``.
 
     Args:
@@ -57,10 +60,11 @@ class NSACache(LastingTensors):
         own_window: the sliding window has keys and values of its own.
         own_sources: compressed keys and values come from tokens of their own, which the cache keeps beside k and v.
         index_dim, index_heads: Di and heads of the index' keys with ``rule="index"``, Hkv (default) or 1.
-        dtype, device: of the tensors.
+        dtype, device: of the tensors; float8_e4m3fn for calls in any dtype.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
+        NotImplementedError: ``own_sources`` in float8_e4m3fn.
 
     Example:
         >>> cache = NSACache(1, 1024, num_kv_heads=2, head_dim=64, config=NSAConfig(), dtype=torch.float32)
@@ -105,8 +109,10 @@ class NSACache(LastingTensors):
             raise ValueError(f"own_sources is of the compressed branch, got True with branches={config.branches}")
         if index_heads not in (None, 1, num_kv_heads):
             raise ValueError(f"index_heads must be {num_kv_heads} or 1, got {index_heads}")
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
+        if dtype not in (*DTYPES, FP8):
+            raise TypeError(f"dtype must be float16, bfloat16, float32, float64 or float8_e4m3fn, got {dtype}")
+        if dtype == FP8 and own_sources:
+            raise NotImplementedError("own_sources with dtype=float8_e4m3fn: use dtype=torch.bfloat16")
         if page_size is None and num_pages is not None:
             raise ValueError(f"num_pages is for a paged cache, got {num_pages} without page_size")
         if page_size is not None and page_size % config.block_size:
@@ -131,6 +137,8 @@ class NSACache(LastingTensors):
         for name, row in rows.items():
             size = (*(compressed if "cmp" in name else lead), *row)
             self.caches[f"{name}_cache"] = torch.empty(size, dtype=dtype, device=device)
+        heads = {name: size for name, (size, _) in rows.items() if dtype == FP8}
+        self.scales = {f"{name}_scale": torch.ones(size, device=device) for name, size in heads.items()}
         for name in "kv" if own_sources else ():
             self.sources[name] = torch.empty_like(self.caches[f"{name}_cache"])
         self._pages: dict[str, PageAllocator] = {}
@@ -150,7 +158,8 @@ class NSACache(LastingTensors):
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         tables = (pages.table for pages in self._pages.values())
-        tensors = chain(self.caches.values(), self.sources.values(), tables, [self.cache_seqlens])
+        own = (self.caches, self.sources, self.scales)
+        tensors = chain(*(each.values() for each in own), tables, [self.cache_seqlens])
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def attend(
@@ -198,7 +207,7 @@ class NSACache(LastingTensors):
         tables = {name: pages.table for name, pages in self._pages.items()}
         static = {name: options.pop(name) for name in CHECKED if name in options}
         new = dict(q=q, k=k, v=v, cu_seqlens=options.pop("cu_seqlens_q", None), cache_seqlens=self.cache_seqlens)
-        call = Call.of(options | new | self.caches | tables)
+        call = Call.of(options | new | self.caches | self.scales | tables)
         call = check(call, config=self.config, **static, backend=backend, validate=validate, read=True)
         counts = call.query_lengths
         try:
@@ -225,13 +234,16 @@ class NSACache(LastingTensors):
             blocks += [(b, length, starts[b], block * stride) for block in range(first, end)]
         new = tuple(x.flatten(0, -3) for x in new)
         kept = tuple(self.sources.get(name, self.caches[f"{name}_cache"]) for name in "kv")
-        made = [x.new_zeros(row, *x.shape[2:]) for x in kept]
+        made = [call.q.new_zeros(row, *x.shape[2:]) for x in kept]
         if blocks:
             b, length, start, token = sent(blocks, new[0].device).T.unsqueeze(-1)
             token = token + torch.arange(self.config.span, device=token.device)
             old, row_of_new = (token < length)[..., None, None], (start + token - length).clamp(min=0)
             slots = self._slots(b.expand_as(token), token.minimum(length - 1).clamp(min=0))
-            tokens = (torch.where(old, cache[slots], x.to(cache.dtype)[row_of_new]) for cache, x in zip(kept, new))
+            tokens = []
+            for cache, x, scale in zip(kept, new, map(call.cache.scale, "kv")):
+                x = in_cache_dtype(x, scale, cache.dtype)
+                tokens.append(dequantise(torch.where(old, cache[slots], x[row_of_new]), scale, call.q.dtype))
             for into, x in zip(made, compress(*tokens), strict=True):
                 into[sent(rows, into.device)] = x.to(into.dtype)
         if self.sources:
@@ -247,6 +259,37 @@ class NSACache(LastingTensors):
             return b, token
         pages = self._pages["page_table"]
         return pages.table[b, token // pages.size].long(), token % pages.size
+
+    @torch.no_grad()
+    def calibrate(self, k: Tensor, v: Tensor, **others: Tensor) -> None:
+        """Set the scales of an empty cache in float8_e4m3fn by a prompt: its largest magnitude is half of the range.
+
+        Args:
+            k, v: [..., Hkv, D] and [..., Hkv, Dv], such as all tokens of a prompt.
+            others: the same of further caches: k_win, v_win, k_index, k_cmp, v_cmp. Without, compressed keys and those
+                of the window have the scales of k and v, which means do not exceed; the index keeps its own.
+
+        Raises:
+            TypeError, ValueError: another dtype, a cache with tokens, whose meaning would change, or a wrong tensor.
+        """
+        if not self.scales or any(self._lengths):
+            of = f"lengths {self.lengths}" if self.scales else f"dtype {self.caches['k_cache'].dtype}"
+            raise ValueError(f"calibrate is for an empty cache in float8_e4m3fn, got one of {of}")
+        prompt = dict(k=k, v=v) | others
+        for name, x in prompt.items():
+            if f"{name}_cache" not in self.caches:
+                raise ValueError(f"{name} must be of one of the caches {', '.join(self.caches)}")
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                raise TypeError(f"{name} must be a tensor of floating point, got {getattr(x, 'dtype', x)!r}")
+            row = self.caches[f"{name}_cache"].shape[2:]
+            if x.shape[-2:] != row or not x.numel():
+                raise ValueError(f"{name} must have shape [..., {row[0]}, {row[1]}], got {tuple(x.shape)}")
+        for name, scale in self.scales.items():
+            name = name.removesuffix("_scale")
+            x = prompt.get(name, None if name == "k_index" else prompt[name[0]])
+            if x is not None:
+                most = x.abs().amax(-1).reshape(-1, len(scale)).amax(0).float()
+                scale.copy_(torch.where(most > 0, most * 2 / MOST, 1))
 
     def crop(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Go back to the first tokens of each sequence.

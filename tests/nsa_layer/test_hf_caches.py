@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from hf_cases import CLOSE, MARKS, padded, positions, sparse, tokens
+from hf_cases import CLOSE, INDEX, MARKS, padded, positions, sparse, tokens
 from transformers import DynamicCache
 
 from nsa_layer.integrations.hf import NSAModelCache
@@ -65,6 +65,32 @@ def test_generate_goes_on_where_a_row_ended_early(static: bool, new: int) -> Non
     for row, real in enumerate(mask.bool()):
         alone = model.generate(ids[row : row + 1, real], max_new_tokens=6)
         assert made[row, 40 + new :].equal(alone[0, int(real.sum()) :])
+
+
+@pytest.mark.parametrize("options", [{}, dict(nsa_compression="mlp"), dict(nsa=INDEX)], ids=["mean", "mlp", "index"])
+def test_a_cache_in_fp8(options: dict) -> None:
+    """Scales are of the prompt; steps whose lengths are on the device give what others do. Of random layers, networks'
+    errors grow most."""
+    model, ids = sparse(**options), padded(tokens(2, 40), (6, 0))
+    mask, found, fp8 = ids["attention_mask"], [], dict(dtype=torch.float8_e4m3fn)
+    with torch.no_grad():
+        want = model(**ids).logits[:, 30:]
+        for kind in (dict(max_cache_len=64), dict(max_cache_len=64, static=True), dict(max_cache_len=40)):
+            cache, parts = NSAModelCache(model.config, **kind, **fp8), []
+            for at, end in ((0, 30), (30, 31), (31, 36), (36, 37), (37, 40)):
+                more = dict(attention_mask=mask[:, :end], position_ids=positions(mask)[:, at:end])
+                parts.append(model(ids["input_ids"][:, at:end], past_key_values=cache, **more).logits)
+            found.append(torch.cat(parts[1:], 1))
+        torch.testing.assert_close(found[1:], found[:1] * 2, **CLOSE)
+        error = (found[0] - want).norm() / want.norm()
+        assert 0.001 < error < (0.5 if "nsa_compression" in options else 0.1)
+        caches = [NSAModelCache(model.config, 64, dtype=dtype) for dtype in (None, *fp8.values())]
+        for cache in caches:
+            made = model.generate(**ids, max_new_tokens=5, **{CACHE: cache})
+            assert made.shape == (2, 45) and cache.get_seq_length() == 44
+        assert caches[1].nbytes < 0.13 * caches[0].nbytes
+        with pytest.raises(TypeError, match="k_cache must have q's dtype torch.float64 or be float8_e4m3fn, got"):
+            model(**ids, **{CACHE: NSAModelCache(model.config, dtype=torch.float32)})
 
 
 def test_masks_that_hide_or_show_other_cached_tokens_are_errors() -> None:

@@ -19,9 +19,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from nsa_layer import NSACache, NSAConfig, checks, nsa, nsa_with_kvcache
-from nsa_layer.call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, Call, CallSpec
+from nsa_layer.call import CACHES, COMPRESSED_CACHES, FP8, TOKEN_CACHES, Call, CallSpec
 from nsa_layer.config import BRANCHES
+from nsa_layer.kvcache.fp8 import dequantise, quantise
 from nsa_layer.operators import static_arguments
+from nsa_layer.reference import compress
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run
 
@@ -38,6 +40,7 @@ class Caches:
 
     Attributes:
         unread: the host leaves starts of queries on the GPU.
+        fp8: caches are in FP8, with scales by which some numbers saturate.
         given: arguments of `nsa_with_kvcache`. Pages behind a sequence's last token are all one.
         length: tokens of each sequence that are there.
     """
@@ -49,6 +52,7 @@ class Caches:
     page: int = 16
     capacity: int = 112
     unread: bool = False
+    fp8: bool = False
     given: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,7 +63,9 @@ class Caches:
             if (x := getattr(self.inputs, name)) is not None or ("cmp" in name and compressed):
                 step, x = case.config.stride if "cmp" in name else 1, getattr(self.inputs, name[0]) if x is None else x
                 slots = (B * pages + 3, self.page // step) if self.paged else (B + 1, self.capacity // step)
-                cache = torch.full((*slots, *x.shape[1:]), torch.nan, dtype=case.dtype)
+                cache = torch.full((*slots, *x.shape[1:]), torch.nan, dtype=FP8 if self.fp8 else case.dtype)
+                if self.fp8:
+                    self.given[f"{name}_scale"] = (torch.rand(x.shape[-2], generator=generator) + 1) / 224
                 cache = cache.transpose(1, 2).contiguous().transpose(1, 2) if name == "k" else cache
                 self.given[f"{name}_cache"] = cache
         for table in ("page_table", *["cmp_page_table"] * compressed) if self.paged else ():
@@ -89,6 +95,21 @@ class Caches:
         self.length = [end for _, end in bounds]
         return list(zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses)))
 
+    def counted(self) -> Inputs:
+        """The inputs as the caches keep them: tokens rounded to FP8, and compressed keys of these."""
+        if not self.fp8:
+            return self.inputs
+        inputs, case, kept = self.inputs, self.inputs.case, {}
+        for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
+            if (scale := self.given.get(f"{name}_scale")) is None:
+                continue
+            if (x := getattr(inputs, name)) is None:
+                weight = getattr(inputs, f"compress_{name[0]}_weight")
+                x = torch.cat([compress(x, weight, config=case.config) for x in kept[name[0]].split(case.lengths)])
+                kept[f"compress_{name[0]}_weight"] = None
+            kept[name] = dequantise(quantise(x, scale), scale, case.dtype)
+        return replace(inputs, **kept)
+
     def completed(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """The compressed keys of the blocks that a step completes, and NaN up to the number that it could."""
         config = self.inputs.case.config
@@ -99,7 +120,7 @@ class Caches:
         """Cut each sequence at ``cuts``, a call for the next part of each, and compare with the whole."""
         bounds = [sorted({0, *(c for c in own if c < n), n}) for own, n in zip(cuts, self.inputs.case.lengths)]
         calls = zip_longest(*([j - i for i, j in pairwise(at)] for at in bounds), fillvalue=0)
-        assert_whole(self.inputs, [self.step(counts, backend) for counts in calls], **close)
+        assert_whole(self.counted(), [self.step(counts, backend) for counts in calls], **close)
 
 
 def assert_whole(inputs: Inputs, steps: Sequence[Sequence[tuple]], **close: float) -> None:
@@ -177,9 +198,18 @@ def test_any_cut_gives_the_whole(backend: str, name: str, kept: str, cut: str) -
     Caches(make_inputs(VARIANTS[name]), *KEPT[kept]).finish(CUTS[cut], backend)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", ["overlapping, weights", "own keys", "no window", "index, one key"])
-def test_reference(name: str) -> None:
-    Caches(make_inputs(VARIANTS[name]), True).finish(CUTS["ragged"], "reference")
+def test_reference(name: str, fp8: bool) -> None:
+    Caches(make_inputs(VARIANTS[name]), True, fp8=fp8).finish(CUTS["ragged"], "reference")
+
+
+IN_FP8 = [*product(["plain", "overlapping, weights"], KEPT), ("own keys", "paged"), ("index, all branches", "paged")]
+
+
+@pytest.mark.parametrize("name, kept", IN_FP8)
+def test_any_cut_of_fp8_gives_the_whole_of_what_is_kept(name: str, kept: str) -> None:
+    Caches(make_inputs(VARIANTS[name]), *KEPT[kept], fp8=True).finish(CUTS["ragged"], "eager")
 
 
 def test_few_bytes_hold_a_sequence_at_a_time(emulation: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,16 +263,18 @@ def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulation: None) -
     torch.testing.assert_close(o, want, **EXACT)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_going_back_leaves_no_trace(backend: str, paged: bool) -> None:
+def test_going_back_leaves_no_trace(backend: str, paged: bool, fp8: bool) -> None:
     """Tokens that are taken back by their number alone, with the compressed keys that they completed."""
-    caches = Caches(make_inputs(replace(CASE, config=OVERLAPPING)), paged)
+    backend = "eager" if fp8 else backend
+    caches = Caches(make_inputs(replace(CASE, config=OVERLAPPING)), paged, fp8=fp8)
     other = make_inputs(replace(CASE, seed=1))
     first = caches.step([30, 0, 1, 20], backend)
     mine, caches.inputs = caches.inputs, replace(other, case=caches.inputs.case)
     caches.step([40, 0, 2, 37], backend)
     caches.inputs, caches.length = mine, [30, 0, 1, 20]
-    assert_whole(mine, [first, caches.step([70, 0, 2, 37], backend)])
+    assert_whole(caches.counted(), [first, caches.step([70, 0, 2, 37], backend)])
 
 
 def whole(given: dict) -> tuple[torch.Tensor, ...]:

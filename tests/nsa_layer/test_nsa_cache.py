@@ -93,7 +93,7 @@ def test_lengths_are_read_where_other_calls_have_appended() -> None:
     cache.cache_seqlens += CAPACITY
     with pytest.raises(ValueError, match=f"cache_seqlens must be 0 to {CAPACITY}, the capacity, got .71, "):
         cache.read_lengths()
-    with pytest.raises(ValueError, match="cache of pages"):
+    with pytest.raises(ValueError, match="a contiguous cache, got one of pages"):
         cache_of().read_lengths()
 
 
@@ -103,6 +103,52 @@ def test_bytes() -> None:
     assert cache_of(page_size=None).nbytes == 3 * (48 + 6) * kv + 3 * 4
     assert cache_of(num_pages=7).nbytes == 7 * (16 + 2) * kv + 3 * 4 + 2 * 3 * 3 * 4
     assert cache_of(page_size=None, own_window=True).nbytes == 3 * (2 * 48 + 6) * kv + 3 * 4
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_scales_of_a_prompt_hold_twice_its_numbers(page_size: int | None) -> None:
+    """The largest of each head; others may be given, and beams share what is stored."""
+    q, k, v = tokens(40)
+    k[7, 1, 2] = -30.0
+    cache = NSACache(BATCH, CAPACITY, 2, 4, config=OVERLAPPING, page_size=page_size, own_window=True, dtype=FP8)
+    before, scales = cache.nbytes, cache.scales
+    cache.calibrate(k, v, v_cmp=3 * v, k_win=torch.zeros_like(k))
+    for name, x in dict(k=k, v=v, k_cmp=k, v_cmp=3 * v, v_win=v).items():
+        torch.testing.assert_close(scales[f"{name}_scale"], x.abs().amax((0, 2)).float() / 224)
+    assert torch.equal(scales["k_win_scale"], torch.ones(2)) and cache.scales is scales and cache.nbytes == before
+    append(cache, [40, 0, 0], k_win=k, v_win=v)
+    cache.reorder([0, 0, 0])
+    new = {name: torch.randn(1, 1, 2, 4).double().expand(3, -1, -1, -1) for name in ("k", "v", "k_win", "v_win")}
+    o = cache.attend(torch.ones(3, 1, 4, 4).double(), **new)
+    torch.testing.assert_close(o[1:], o[:1].expand(2, -1, -1, -1))
+    for wrong, match in (
+        (lambda: cache.calibrate(k, v), "an empty cache in float8_e4m3fn, got one of lengths .41, 41, 41"),
+        (lambda: cache_of().calibrate(k, v), "an empty cache in float8_e4m3fn, got one of dtype torch.float64"),
+        (lambda: cache.crop(0) or cache.calibrate(k[:, :1], v), r"k must have shape \[..., 2, 4\], got \(40, 1, 4\)"),
+        (lambda: cache.calibrate(k, v, k_index=k), "k_index must be of one of the caches k_cache, v_cache, k_win_"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            wrong()
+
+
+def test_a_stored_number_of_fp8_stays() -> None:
+    """The error is that of rounding to three bits; what a layer appends is read as it is stored, compressed too."""
+    layer = NSAttention(32, num_heads=4, num_kv_heads=2, dtype=torch.float64, config=OVERLAPPING, compression="mlp")
+    x, found = torch.randn(2, 40, 32, dtype=torch.float64), []
+    with torch.no_grad():
+        for ends in ((40,), (30, 31, 40), range(1, 41)):
+            cache, parts = NSACache(2, CAPACITY, 2, 8, config=OVERLAPPING, page_size=16, dtype=FP8), []
+            for name, scale in cache.scales.items():
+                scale.fill_(0.01 if "cmp" in name else 0.02)
+            for begin, end in zip((0, *ends), ends):
+                parts.append(layer(x[:, begin:end], cache=cache))
+            found.append(torch.cat(parts, 1))
+        torch.testing.assert_close(found[1:], found[:1] * 2, **EXACT)
+        error = (found[0] - (want := layer(x))).norm() / want.norm()
+        assert 0.003 < error < 0.06
 
 
 INDEX = SMALL.replace(rule="index", branches=("selected",))

@@ -31,7 +31,7 @@ def choose(
     rows: int = 16,
     index_dim: int = 0,
     alone: bool = False,
-    cached: bool = False,
+    cached: torch.dtype | None = None,
     index_loss: bool = False,
     **changes: object,
 ) -> str:
@@ -43,8 +43,8 @@ def choose(
     call = Shape(**shape).call()
     if index_dim:
         call = call._replace(q_index=call.q[..., :index_dim], k_index=call.k[..., :index_dim])
-    if cached:
-        call = call._replace(cache=KVCache(*call[1:3], 0))
+    if cached is not None:
+        call = call._replace(cache=KVCache(*(x.to(cached) for x in call[1:3]), 0))
     spec = replace(call.spec, index_loss=index_loss)
     return support.choose_backend(backend, call._replace(spec=spec), device)
 
@@ -71,6 +71,7 @@ UNSUPPORTED = {
     "blocks that more than 64 compressed keys overlap": dict(
         config=NSAConfig(block_size=128, compress_size=2, compress_stride=1)
     ),
+    "caches in float8_e4m3fn": dict(config=NSAConfig(), cached=torch.float8_e4m3fn),
 }
 
 
@@ -91,7 +92,7 @@ SUPPORTED = {
     "the paper's": dict(config=NSAConfig.paper()),
     "lists for each token": dict(config=NSAConfig(), lists=(1, 3)),
     **{f"an index of {Di}": dict(config=INDEX, index_dim=Di, rows=200) for Di in (16, 32, 64, 128)},
-    "caches of an index": dict(config=INDEX, cached=True, index_dim=32),
+    "caches of an index": dict(config=INDEX, cached=torch.bfloat16, index_dim=32),
     "an index of all branches, and its loss": dict(config=NSAConfig(rule="index"), index_loss=True),
     "two branches": dict(config=NSAConfig(branches=("compressed", "selected"))),
     "lists alone": dict(config=_alone(192), alone=True),

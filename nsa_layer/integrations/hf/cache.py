@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from nsa_layer.block_mlp import Compressors, compress_blocks
+from nsa_layer.block_mlp import Compressors, compress_blocks, compress_sequences
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.packing import BatchPacking, first_columns
 from nsa_layer.kvcache.api import nsa_with_kvcache
+from nsa_layer.kvcache.fp8 import dequantise, in_cache_dtype
 from nsa_layer.kvcache.nsa_cache import LastingTensors, NSACache
 
 Tensor = torch.Tensor
@@ -25,14 +26,15 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
     Args:
         max_cache_len: tokens to allocate at once; with more of them the cache grows, unless it is static.
         static: steps of one token for each row count on the device alone, so that they compile to one graph.
+        dtype: of the cache, see `NSACache`; None: that of the keys.
     """
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, max_cache_len: int = CAPACITY, static: bool = False) -> None:
+    def __init__(self, max_cache_len: int = CAPACITY, static: bool = False, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.max_cache_len, self.is_compileable = max_cache_len, static
+        self.max_cache_len, self.is_compileable, self.dtype = max_cache_len, static, dtype
         self.cache: NSACache | None = None
         self._is_token: Tensor | None = None  # bool [B, columns of prompts] on the CPU; None: there is no padding
         self._padding = 0  # columns of row 0 without a token
@@ -83,11 +85,20 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
         if compressors:
             options["compress"] = partial(compress_blocks, compressors)
         if len(q):
+            if self.cache.scales and not any(self.cache.lengths):
+                self._calibrate(k, v, packing, compressors, options.get("k_index"))
             o = self.cache.attend(q, k, v, cu_seqlens_q=packing.cu_seqlens, **options)
         else:
             o = q.new_zeros(0, q.shape[-2], v.shape[-1])
         self._pad_to(columns + T)
         return o
+
+    def _calibrate(
+        self, k: Tensor, v: Tensor, packing: BatchPacking, compressors: Compressors, k_index: Tensor | None
+    ) -> None:
+        """Set the scales of an empty cache by its first tokens."""
+        others = compress_sequences(compressors, k, v, packing.cu_seqlens) | dict(k_index=k_index)
+        self.cache.calibrate(k, v, **{name: x for name, x in others.items() if x is not None and x.numel()})
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, compressors: Compressors, **options: object) -> Tensor:
         """`attend` of a token in each row, without lengths on the host."""
@@ -96,21 +107,25 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
             # Of the last tokens, whether they complete a block or not: what belongs to no block is not read.
             before = lengths[:, None] + torch.arange(1 - cache.config.span, 0, device=lengths.device)
             rows = torch.arange(len(lengths), device=lengths.device)[:, None]
-            tokens = cache.caches[f"{name[0]}_cache"][rows, before.clamp(min=0)]
-            options[name] = compress(torch.cat((tokens, new), dim=1))
-        o = nsa_with_kvcache(q, k=k, v=v, **cache.caches, cache_seqlens=lengths, config=cache.config, **options)
+            stored, scale = cache.caches[f"{name[0]}_cache"], cache.scales.get(f"{name[0]}_scale")
+            new = in_cache_dtype(new, scale, stored.dtype)
+            tokens = torch.cat((stored[rows, before.clamp(min=0)], new), dim=1)
+            options[name] = compress(dequantise(tokens, scale, q.dtype))
+        options |= cache.caches | cache.scales
+        o = nsa_with_kvcache(q, k=k, v=v, cache_seqlens=lengths, config=cache.config, **options)
         lengths += 1
         return o
 
     def _allocate(self, k: Tensor, v: Tensor, B: int, T: int, config: NSAConfig, k_index: Tensor | None) -> None:
-        sizes = dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
+        sizes = dict(head_dim_v=v.shape[-1], dtype=self.dtype or k.dtype, device=k.device)
         sizes |= {} if k_index is None else dict(index_heads=k_index.shape[-2], index_dim=k_index.shape[-1])
         self.cache = NSACache(B, max(self.max_cache_len, T), *k.shape[-2:], config=config, **sizes)
         self.is_initialized = True
         if self.is_compileable:
             with torch.inference_mode(False):
                 self._padding_on_device = torch.zeros(1, dtype=torch.int32, device=k.device)
-            for x in (*self.cache.caches.values(), self.cache.cache_seqlens, self._padding_on_device):
+            caches, scales = (each.values() for each in (self.cache.caches, self.cache.scales))
+            for x in (*caches, *scales, self.cache.cache_seqlens, self._padding_on_device):
                 torch._dynamo.mark_static_address(x)  # a CUDA graph writes to them in place
 
     def _pad_to(self, columns: int) -> None:
@@ -185,6 +200,7 @@ class NSAModelCache(Cache):
         max_cache_len: tokens of a row, padding included, to allocate at once; with more of them it grows.
         static: it does not grow, and `generate` on a GPU compiles the steps of a token. Steps beyond it are errors,
             in a compiled graph assertions.
+        dtype: torch.float8_e4m3fn for half of bfloat16's bytes, with scales by the first tokens; None: the model's.
 
     Example:
         >>> sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=50, num_hidden_layers=1)
@@ -194,8 +210,15 @@ class NSAModelCache(Cache):
         torch.Size([1, 42])
     """
 
-    def __init__(self, config: PreTrainedConfig, max_cache_len: int = CAPACITY, *, static: bool = False) -> None:
-        super().__init__(layers=[NSACacheLayer(max_cache_len, static) for _ in range(config.num_hidden_layers)])
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        max_cache_len: int = CAPACITY,
+        *,
+        static: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(layers=[NSACacheLayer(max_cache_len, static, dtype) for _ in range(config.num_hidden_layers)])
 
     @property
     def is_initialized(self) -> bool:
