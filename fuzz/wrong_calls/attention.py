@@ -185,7 +185,7 @@ def packed_rows(form: str) -> tuple[Row, ...]:
     if form in ("stacked", "ragged"):
         every += (
             ("cu_block_idx_offsets|requires bl", changed(cu_block_idx_offsets=None)),
-            ("cu_block_idx_offsets has to", changed(cu_block_idx_offsets=lambda t: less(t, -1, 2))),
+            ("cu_block_idx_offsets must", changed(cu_block_idx_offsets=lambda t: less(t, -1, 2))),
             ("cu_block_idx_offsets must have dtype", changed(cu_block_idx_offsets=torch.Tensor.float)),
             ("dq_write_order_full .*must be on the same device", changed(dq_write_order_full=torch.zeros(1, 1).int())),
             ("spt requires dq_write_order to be provided", changed(spt=True)),
