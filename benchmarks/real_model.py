@@ -22,7 +22,7 @@ import copy
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,38 +61,49 @@ def main() -> None:
     args = parser.parse_args()
     dense, tokenizer = load(args.model or packaged(), args.device)
     measure = Measure(args, tokenizer, dense)
-    trained_on = measure.texts(TRAINED_ON, args.sequences)
-    rows, first = [measure.row("dense", "", dense)], None
+    rows: list[dict[str, object]] = []
+    try:
+        for row in measured(args, measure, dense):
+            rows.append(row)
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    except KeyboardInterrupt:
+        print("interrupted; what was measured:")
+    header = ("choice", "blocks", "loss", "over dense", "needles", "covered")
+    print(markdown(header, [[row.get(name, "") for name in header] for row in rows]))
+
+
+def measured(args: argparse.Namespace, measure: Measure, dense: PreTrainedModel) -> Iterator[dict[str, object]]:
+    """The rows of the table, one after the other; KeyboardInterrupt where a training is stopped."""
+    first, trained_on = None, measure.texts(TRAINED_ON, args.sequences)
+    yield measure.row("dense", "", dense)
     for count in args.counts:
         config = NSAConfig(block_size=args.block_size, block_counts=count, q_tile=1, init_blocks=1, local_blocks=2)
         for name, choose in (("oracle", by_mass), ("published", by_published_rule)):
             with attending(dense, choose, config):
-                rows.append(measure.row(name, count, dense))
+                yield measure.row(name, count, dense)
         by_index = config.replace(rule="index", branches=("selected",))
         for Di in args.dims:
             for seed in range(args.seeds):
                 model = convert_to_nsa(dense, by_index, index_dim=Di)
                 batch_of = partial(training_batch, trained_on, 1, seed, args)
-                train_index(model, batch_of, steps=args.sequences, learning_rate=args.rate)
+                train(model, batch_of, steps=args.sequences, learning_rate=args.rate)
                 covered = coverage(model, measure.documents[:1])
                 share = sum(layer.chosen for layer in covered) / len(covered)
-                rows.append(measure.row(f"index, Di {Di}, seed {seed}", count, model) | dict(covered=f"{share:.3f}"))
+                yield measure.row(f"index, Di {Di}, seed {seed}", count, model) | dict(covered=f"{share:.3f}")
                 first = first or model
-                write(rows, args.json)
-    if args.then_train:
-        measure.dense_loss = None
-        for name, count, model, weight in (("dense", "", dense, 0), ("index", args.counts[0], first, 0.1)):
+    measure.dense_loss = None
+    for name, count, model, weight in (("dense", "", dense, 0), ("index", args.counts[0], first, 0.1)):
+        if args.then_train:
             model, batch_of = copy.deepcopy(model), partial(training_batch, trained_on, 4, 0, args)
-            train_index(model, batch_of, steps=args.then_train, learning_rate=args.then_rate, weight=weight)
-            rows.append(measure.row(f"{name}, trained on", count, model))
-            write(rows, args.json)
-    header = ("choice", "blocks", "loss", "over dense", "needles", "covered")
-    print(markdown(header, [[row.get(name, "") for name in header] for row in rows]))
+            train(model, batch_of, steps=args.then_train, learning_rate=args.then_rate, weight=weight)
+            yield measure.row(f"{name}, trained on", count, model)
 
 
-def write(rows: list[dict[str, object]], file: Path | None) -> None:
-    if file:
-        file.write_text(json.dumps(rows, indent=1) + "\n")
+def train(*args: object, steps: int, **options: object) -> None:
+    """`train_index`; KeyboardInterrupt where it is stopped, so that nothing half trained is measured."""
+    if len(train_index(*args, steps=steps, **options)) < steps:
+        raise KeyboardInterrupt
 
 
 def packaged() -> Path:
