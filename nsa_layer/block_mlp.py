@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,23 +25,15 @@ class BlockMLP(nn.Module):
     Args:
         heads, dim: Hkv and D, of the tokens and the compressed tokens.
         config: sizes of compressed blocks.
-        device, dtype: of the parameters.
+        at: device and dtype of the parameters.
     """
 
-    def __init__(
-        self,
-        heads: int,
-        dim: int,
-        *,
-        config: NSAConfig,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, heads: int, dim: int, *, config: NSAConfig, **at: Any) -> None:
         super().__init__()
-        self.config, options = config, dict(device=device, dtype=dtype)
-        self.position = nn.Parameter(torch.empty(heads, config.span, dim, **options))
-        self.up = nn.Parameter(torch.empty(heads, config.span * dim, 2 * dim, **options))
-        self.down = nn.Parameter(torch.empty(heads, 2 * dim, dim, **options))
+        self.config = config
+        self.position = nn.Parameter(torch.empty(heads, config.span, dim, **at))
+        self.up = nn.Parameter(torch.empty(heads, config.span * dim, 2 * dim, **at))
+        self.down = nn.Parameter(torch.empty(heads, 2 * dim, dim, **at))
         self.reset_parameters()
 
     @torch.no_grad()

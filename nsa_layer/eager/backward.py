@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from nsa_layer.call import DIFFERENTIABLE, LSES, Call, Saved, accumulation_dtype, equal_gates
-from nsa_layer.eager.chunk_attention import attend_chunks_backward, visible_compressed, visible_window
-from nsa_layer.eager.forward import batches, compress_batch, to_compute_dtype
+from nsa_layer.eager.chunk_attention import attend_chunks_backward, to_compute_dtype, visible_compressed, visible_window
+from nsa_layer.eager.forward import batches, compress_batch
 from nsa_layer.eager.index import is_free, loss_backward
 from nsa_layer.eager.list_attention import attend_lists_backward
 from nsa_layer.eager.pooling import mean_pool_backward

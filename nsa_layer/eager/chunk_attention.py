@@ -128,6 +128,11 @@ def by_token(x: Tensor, B: int) -> Tensor:
     return x.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)
 
 
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """x as it enters products and sums: on a CPU in the accumulation dtype."""
+    return x.to(accumulation_dtype(x.dtype)) if x.device.type == "cpu" else x
+
+
 def dot(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """``scale`` times [N, I, K] x [N, K, J] -> [N, I, J] in the accumulation dtype, without rounding to half precision
     on the way where the device can do so."""

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.call import LSES, Aux, Call, Saved, accumulation_dtype, equal_gates, require_choice_by_token
-from nsa_layer.eager.chunk_attention import attend_chunks, visible_compressed, visible_window
-from nsa_layer.eager.index import free_mass, is_free, loss_sums
+from nsa_layer.eager.chunk_attention import attend_chunks, to_compute_dtype, visible_compressed, visible_window
+from nsa_layer.eager.index import saved_of_index
 from nsa_layer.eager.list_attention import attend_lists
 from nsa_layer.eager.pooling import mean_pool
 from nsa_layer.eager.select_blocks import select_blocks
@@ -108,20 +108,6 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
     found |= dict(block_indices=lists if batch.block_indices is None else None, index_scores=scores)
     found |= dict(g=None if batch.gate == "none" else g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
     return o.to(batch.q.dtype), Saved(**found)
-
-
-def saved_of_index(batch: Call, lists: Tensor, lse_slc: Tensor, q_offset: int) -> dict[str, Tensor]:
-    """Fields of `Saved` for the index' loss, of which `index_sums` are those of the batch."""
-    (q, k), (q_index, k_index), spec = map(to_compute_dtype, batch[:2]), batch.index, batch.spec
-    free = is_free(lists, torch.arange(q.shape[1], device=q.device)[:, None] + q_offset, spec.config)
-    mass, tokens = free_mass(q, k, q_index, k_index, lists, lse_slc, free, spec=spec, q_offset=q_offset)
-    sums = torch.stack(loss_sums(q_index, k_index, mass, tokens, free, spec.index_scale))
-    return dict(index_mass=mass, index_tokens=tokens.int(), index_sums=sums)
-
-
-def to_compute_dtype(x: Tensor) -> Tensor:
-    """x as it enters products and sums: on a CPU in the accumulation dtype."""
-    return x.to(accumulation_dtype(x.dtype)) if x.device.type == "cpu" else x
 
 
 def compress_batch(batch: Call, name: str) -> tuple[Tensor | None, Tensor, Tensor]:

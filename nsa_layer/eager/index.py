@@ -1,13 +1,13 @@
-"""The index of tokens in PyTorch: scores of blocks, the sums of its loss, and their gradients."""
+"""The index of tokens in PyTorch: scores of blocks, what its loss saves, and gradients."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call import CallSpec
+from nsa_layer.call import Call
 from nsa_layer.config import NSAConfig
-from nsa_layer.eager.chunk_attention import by_head, by_token
+from nsa_layer.eager.chunk_attention import by_head, by_token, to_compute_dtype
 from nsa_layer.eager.list_attention import blocks_of, chunks_of_lists
 
 Tensor = torch.Tensor
@@ -41,31 +41,30 @@ def is_free(lists: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     return (lists >= config.init_blocks) & (back >= config.local_blocks)
 
 
-def free_mass(
-    q: Tensor,
-    k: Tensor,
-    q_index: Tensor,
-    k_index: Tensor,
-    lists: Tensor,
-    lse: Tensor,
-    free: Tensor,
-    *,
-    spec: CallSpec,
-    q_offset: int,
-) -> tuple[Tensor, Tensor]:
-    """The selected branch's probabilities in free blocks, and the blocks' best tokens, for the index' loss.
+def saved_of_index(batch: Call, lists: Tensor, lse: Tensor, q_offset: int) -> dict[str, Tensor]:
+    """Fields of `Saved` for the index' loss, of which `index_sums` are the batch's numerator and denominator.
 
     Args:
-        q: [B, T, Hq, D]; k: [B, S, Hkv, D].
-        q_index: [B, T, Hs, Di]; k_index: [B, S, Hs or 1, Di].
         lists: int32 [B, T, Hs, n], ascending, then -1, as they were chosen.
         lse: [B, T, Hq], of the selected branch.
-        free: of `is_free`.
+    """
+    free = is_free(lists, torch.arange(lists.shape[1], device=lists.device)[:, None] + q_offset, batch.config)
+    mass, best = _free_mass(batch, lists, lse, free, q_offset)
+    log_pi, _ = loss_rows(*batch.index, mass, best, free, batch.spec.index_scale)
+    total = mass.sum(-1, keepdim=True)
+    log_m = (mass / total.masked_fill(total == 0, 1)).masked_fill(mass == 0, 1).log()
+    sums = torch.stack(((mass * (log_m - log_pi)).sum(), total.sum()))
+    return dict(index_mass=mass, index_tokens=best.int(), index_sums=sums)
+
+
+def _free_mass(batch: Call, lists: Tensor, lse: Tensor, free: Tensor, q_offset: int) -> tuple[Tensor, Tensor]:
+    """The selected branch's probabilities in free blocks, and the blocks' best tokens, for the index' loss.
 
     Returns:
         m [B, T, Hs, n] in the accumulation dtype: the selected branch's probability in each free block, the mean over
         the list's query heads, 0 elsewhere; and int64 [B, T, Hs, n], the token of the block with the largest score.
     """
+    (q, k), (q_index, k_index), spec = map(to_compute_dtype, batch[:2]), batch.index, batch.spec
     (B, S), Hs, size = k.shape[:2], lists.shape[2], min(spec.config.block_size, k.shape[1])
     q, q_index, lse = (by_head(x, Hs) for x in (q, q_index, lse))
     k, k_index = (blocks_of(x, Hs, size) for x in (k, k_index))
@@ -94,16 +93,6 @@ def loss_rows(q_index: Tensor, k_index: Tensor, mass: Tensor, best: Tensor, free
     scores = torch.einsum("bthd,bthnd->bthn", q_index.to(mass.dtype), keys.to(mass.dtype)) * scale
     empty = ~free.any(-1, keepdim=True)
     return scores.masked_fill(~free, -torch.inf).masked_fill(empty, 0).log_softmax(-1).masked_fill(~free, 0), keys
-
-
-def loss_sums(
-    q_index: Tensor, k_index: Tensor, mass: Tensor, best: Tensor, free: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of the loss, for m and tokens as of `free_mass`."""
-    log_pi, _ = loss_rows(q_index, k_index, mass, best, free, scale)
-    total = mass.sum(-1, keepdim=True)
-    log_m = (mass / total.masked_fill(total == 0, 1)).masked_fill(mass == 0, 1).log()
-    return (mass * (log_m - log_pi)).sum(), total.sum()
 
 
 def loss_backward(
