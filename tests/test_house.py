@@ -299,7 +299,7 @@ def test_a_public_function_or_class_has_one_meaning(package: str) -> None:
 
 
 # Names that say nothing, and words that the field has others for: slot, capacity, shard, work tile, semaphore.
-VAGUE_NAMES = {"places", "room", "rooms", "stretch", "item", "recorded", "those", "takes"}
+VAGUE_NAMES = {"places", "room", "rooms", "stretch", "turns", "Turns", "TURNS", "item", "recorded", "those", "takes"}
 VAGUE_WORDS = re.compile(r"\b(places|rooms?|stretch(es)?|what is left|goes in parts)\b", re.IGNORECASE)
 RIDDLE = re.compile(r"(What|Whether|Where|How|Those|These)\b")
 

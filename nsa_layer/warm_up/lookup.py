@@ -70,7 +70,7 @@ def compile_kernel(kernel: Kernel, *, wait: bool = True) -> Kernel:
     from flash_attn.cute.runtime import kernel_cache
 
     begin = time.perf_counter()
-    if kernel.file.exists() or not wait and kernel_cache.TURNS.is_taken(kernel.file.with_suffix(".turn")):
+    if kernel.file.exists() or not wait and kernel_cache.LOCKS.is_held(kernel.file.with_suffix(".compiling")):
         return kernel
     try:
         with lookups(lambda cache, name: name != kernel.name):

@@ -221,17 +221,17 @@ def test_a_grid_for_other_multiprocessors_is_another_file(monkeypatch: pytest.Mo
     assert cache._key_to_hash(("a key",)) == names[1], "the device says it where nobody does"
 
 
-def test_a_turn_ends_with_the_kernel_or_with_the_next_one(tmp_path: Path) -> None:
-    """Those who wait go on after a while: a process that is stopped holds up nobody for good."""
-    first, second = kernel_cache.Turns(), kernel_cache.Turns(longest=0.2, pause=0.01)
-    assert not first.take(tmp_path / "kernel")
-    assert second.take(tmp_path / "kernel"), "it waited, and goes on without the turn"
-    second.end()
-    assert not first.take(tmp_path / "other"), "the compilation of the kernel failed"
-    assert not second.take(tmp_path / "kernel")
-    first.end()
-    first.end()
-    assert not second.take(tmp_path / "other")
+def test_a_lock_ends_with_the_kernel_or_with_the_next_one(tmp_path: Path) -> None:
+    """Waiting ends after a while: a process that is stopped holds up nobody for good."""
+    first, second = kernel_cache.CompileLocks(), kernel_cache.CompileLocks(longest=0.2, pause=0.01)
+    assert not first.acquire(tmp_path / "kernel")
+    assert second.acquire(tmp_path / "kernel"), "it waited, and goes on without the lock"
+    second.release()
+    assert not first.acquire(tmp_path / "other"), "the compilation of the kernel failed"
+    assert not second.acquire(tmp_path / "kernel")
+    first.release()
+    first.release()
+    assert not second.acquire(tmp_path / "other")
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -239,11 +239,11 @@ def test_who_waited_loads_what_others_left(left: bool, monkeypatch: pytest.Monke
     cache, loads = cache_utils.JITPersistentCache(tmp_path), []
     monkeypatch.setattr(cache, "_try_load_from_storage", lambda key: loads.append(key) or (left and len(loads) > 1))
     ended: list[bool] = []
-    monkeypatch.setattr(kernel_cache.TURNS, "take", lambda path: path.suffix == ".turn")
-    monkeypatch.setattr(kernel_cache.TURNS, "end", lambda: ended.append(True))
+    monkeypatch.setattr(kernel_cache.LOCKS, "acquire", lambda path: path.suffix == ".compiling")
+    monkeypatch.setattr(kernel_cache.LOCKS, "release", lambda: ended.append(True))
     assert ("kernel" in cache) is left and loads == ["kernel", "kernel"]
-    assert ended == [True] * left, "who loads it has no need of the turn"
-    monkeypatch.setattr(kernel_cache.TURNS, "take", lambda path: False)
+    assert ended == [True] * left, "who loads it has no need of the lock"
+    monkeypatch.setattr(kernel_cache.LOCKS, "acquire", lambda path: False)
     loads.clear()
     assert "kernel" not in cache and loads == ["kernel"], "nobody was there before"
 
@@ -270,5 +270,5 @@ def test_the_outermost_call_alone_hears_of_a_miss(tmp_path: Path) -> None:
             for name in "ab":
                 with kernel_cache.at_first_miss(lambda: heard.append("inner")):
                     kernel_cache.others_left(tmp_path / name, lambda: False)
-    kernel_cache.TURNS.end()
+    kernel_cache.LOCKS.release()
     assert heard == ["outer", "outer"]

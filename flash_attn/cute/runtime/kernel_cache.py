@@ -115,20 +115,20 @@ def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
         return _not_kept(error)
 
 
-class Turns:
+class CompileLocks:
     """Locks between processes that want the same kernel: one compiles it, the others wait and load it.
 
-    A turn is the lock of a file, so it ends with its process. A thread has one at most, so nobody waits for somebody
-    who waits.
+    A lock is one of a file, so it ends with its process. A thread has one at most, so nobody waits for somebody who
+    waits.
     """
 
     def __init__(self, longest: float = 60.0, pause: float = 0.02) -> None:
         self.longest, self.pause = longest, pause  # seconds of waiting in all, and between two looks
         self._own = threading.local()
 
-    def take(self, path: Path) -> bool:
-        """Take the turn at a kernel. True: somebody else had it, and may have left the kernel."""
-        self.end()
+    def acquire(self, path: Path) -> bool:
+        """Lock a kernel. True: somebody else had locked it, and may have left it compiled."""
+        self.release()
         file = open(path, "ab")  # closed, and so unlocked, with its thread at the latest
         deadline, waited = time.monotonic() + self.longest, False
         while True:
@@ -144,8 +144,8 @@ class Turns:
                 return waited
             time.sleep(self.pause)
 
-    def is_taken(self, path: Path) -> bool:
-        """True if somebody has the turn at a kernel."""
+    def is_held(self, path: Path) -> bool:
+        """True if somebody has locked a kernel."""
         try:
             with open(path, "ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,15 +153,15 @@ class Turns:
             return True
         return False
 
-    def end(self) -> None:
-        """Give the turn back, if there is one."""
+    def release(self) -> None:
+        """Release this thread's lock, if it has one."""
         file = getattr(self._own, "file", None)
         if file is not None:
             self._own.file = None
             file.close()
 
 
-TURNS = Turns()
+LOCKS = CompileLocks()
 _MISSED = threading.local()
 
 
@@ -180,13 +180,13 @@ def at_first_miss(act: Callable[[], None]) -> Iterator[None]:
 
 
 def others_left(path: Path, load: Callable[..., Optional[bool]], *arguments: Any) -> bool:
-    """For a kernel that is not kept: take the turn at it, and where that took waiting, load what others left."""
+    """For a kernel that is not kept: lock it, and where that meant waiting, load what others left."""
     act, _MISSED.act = getattr(_MISSED, "act", None), None
     if act is not None:
         act()
-    loaded = attempted(TURNS.take, path) and attempted(load, *arguments)
+    loaded = attempted(LOCKS.acquire, path) and attempted(load, *arguments)
     if loaded:
-        TURNS.end()
+        LOCKS.release()
     return loaded
 
 
