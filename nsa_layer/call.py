@@ -267,9 +267,9 @@ class Call(NamedTuple):
     def sequences(self) -> Iterator[Call]:
         """The call of each sequence, without a dimension of the batch: weights are in all of them, starts and positions
         in none."""
-        spec, own = self.spec, {name: x for name in OF_SEQUENCES if (x := getattr(self, name)) is not None}
+        spec, present = self.spec, {name: x for name in OF_SEQUENCES if (x := getattr(self, name)) is not None}
         if spec.lengths is None:
-            split = {name: x.unbind() for name, x in own.items()}
+            split = {name: x.unbind() for name, x in present.items()}
         else:
             config, keys = spec.config, spec.key_lengths
             of_window = keys if self.cu_seqlens_win is None else self.cu_seqlens_win.diff().tolist()
@@ -279,14 +279,14 @@ class Call(NamedTuple):
             sizes["block_indices"] = tuple(map(config.num_tiles, spec.lengths))
             # split, not slices: the backward of a slice fills a gradient as long as the whole pack. There may be more
             # lists and compressed keys than these lengths need.
-            split = {name: x.split((*sizes[name], len(x) - sum(sizes[name])))[:-1] for name, x in own.items()}
+            split = {name: x.split((*sizes[name], len(x) - sum(sizes[name])))[:-1] for name, x in present.items()}
         for parts in zip(*split.values(), strict=True):
             yield self._replace(**dict(zip(split, parts)) | dict.fromkeys(OF_PACK))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor], names: Iterable[str] = ()) -> Call:
         """Copy of the call with `change` applied to every tensor that is not None, or only to `names`."""
-        own = ((name, getattr(self, name)) for name in names or TENSORS)
-        return self._replace(**{name: change(x) for name, x in own if x is not None})
+        present = ((name, getattr(self, name)) for name in names or TENSORS)
+        return self._replace(**{name: change(x) for name, x in present if x is not None})
 
     def as_batch(self) -> Call:
         """A sequence, or packed ones, as a batch of one: [T, H, D] -> [1, T, H, D]; what has no tokens stays."""

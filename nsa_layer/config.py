@@ -166,8 +166,8 @@ class NSAConfig:
     @property
     def forces_too_many(self) -> bool:
         """True if a tile may have more forced blocks than a list has entries."""
-        own = max(1, self.q_tile // self.block_size) - 1 if self.local_blocks else 0
-        return self.init_blocks + self.local_blocks + own > self.block_counts
+        in_tile = max(1, self.q_tile // self.block_size) - 1 if self.local_blocks else 0
+        return self.init_blocks + self.local_blocks + in_tile > self.block_counts
 
     def compressed_length(self, T: int) -> int:
         """Compressed keys of T tokens: complete blocks only."""

@@ -98,8 +98,8 @@ class NSAttention(Branches):
         Dv = D if head_dim_v is None else head_dim_v
         require_sizes(head_dim=D, head_dim_v=Dv)
         require_config(config)
-        own = dict(gate=gate, compression=compression, index_dim=index_dim)
-        self.gate = own["gate"] = check_branches(config, "query", **own)
+        kinds = dict(gate=gate, compression=compression, index_dim=index_dim)
+        self.gate = kinds["gate"] = check_branches(config, "query", **kinds)
         require_bools(kv_per_branch=kv_per_branch)
         if kv_per_branch and config.branches == ("selected",):
             raise ValueError("kv_per_branch=True needs a branch beside the selected one, got branches=('selected',)")
@@ -121,7 +121,7 @@ class NSAttention(Branches):
             each = {name: nn.Linear(dim, num_kv_heads * size, **options) for name, size in sizes.items()}
             self.branch_proj = nn.ModuleDict(each)
         where = dict(index_bias=bias, device=device, dtype=dtype)
-        networks = self._add_branches(dim, num_heads, num_kv_heads, D, Dv, config, **own, **where)
+        networks = self._add_branches(dim, num_heads, num_kv_heads, D, Dv, config, **kinds, **where)
         self.compress_k, self.compress_v = networks.get("k_cmp"), networks.get("v_cmp")
         self.index_rope = None  # in place of rope
         if self.q_index is not None and isinstance(rope, RotaryEmbedding) and self.index_dim < rope.head_dim:

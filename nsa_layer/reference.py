@@ -359,8 +359,8 @@ def attend_branches(call: Call) -> tuple[ByBranch, torch.Tensor, torch.Tensor | 
     def joined(parts: Any, dim: int = 0) -> torch.Tensor | None:
         return None if parts[0] is None else torch.cat(parts, dim) if packed else torch.stack(parts)
 
-    found = {name: tuple(map(joined, zip(*(of[name] for of in branches)), (0, -1))) for name in branches[0]}
-    return found, joined(lists), joined(scores), None if sums[0] is None else torch.stack(sums).sum(0)
+    by_branch = {name: tuple(map(joined, zip(*(of[name] for of in branches)), (0, -1))) for name in branches[0]}
+    return by_branch, joined(lists), joined(scores), None if sums[0] is None else torch.stack(sums).sum(0)
 
 
 def _attend_sequence(call: Call, width: int, q_offset: int) -> tuple[Any, ...]:
@@ -369,12 +369,12 @@ def _attend_sequence(call: Call, width: int, q_offset: int) -> tuple[Any, ...]:
     spec, config, T, S = call.spec, call.config, q.shape[0], k.shape[0]
     scale = dict(softmax_scale=spec.softmax_scale)
     static = dict(config=config, causal=spec.causal, q_offset=q_offset)
-    found, listed_scores, sums = {}, None, None
+    by_branch, listed_scores, sums = {}, None, None
     if "compressed" in config.branches:
         k_cmp = compress(k, call.compress_k_weight, config=config) if k_cmp is None else k_cmp
         v_cmp = compress(v, call.compress_v_weight, config=config) if v_cmp is None else v_cmp
         visible = compressed_mask(T, k_cmp.shape[0], **static, device=q.device)
-        found["compressed"] = attention(q, k_cmp.to(k.dtype), v_cmp.to(v.dtype), visible, **scale)
+        by_branch["compressed"] = attention(q, k_cmp.to(k.dtype), v_cmp.to(v.dtype), visible, **scale)
     if SELECTED in config.branches:
         by_index = dict(config=config, softmax_scale=spec.index_scale, q_offset=q_offset)
         if config.rule == "index":
@@ -388,13 +388,13 @@ def _attend_sequence(call: Call, width: int, q_offset: int) -> tuple[Any, ...]:
             of_lists = scores.values.gather(-1, block_indices.clamp(min=0).long())
             listed_scores = of_lists.masked_fill(block_indices < 0, -torch.inf)
         visible = selected_mask(block_indices, T, **static, S=S)
-        found[SELECTED] = attention(q, k, v, visible, **scale)
+        by_branch[SELECTED] = attention(q, k, v, visible, **scale)
         if spec.index_loss:
-            mass = block_mass(q, k, visible, found[SELECTED][1], len(scores.values[0]), config=config, **scale)
+            mass = block_mass(q, k, visible, by_branch[SELECTED][1], len(scores.values[0]), config=config, **scale)
             listed = (block_indices.unsqueeze(-1) == torch.arange(mass.shape[-1], device=q.device)).any(-2)
             z, _ = index_scores(call.q_index, call.k_index, **by_index)
             sums = torch.stack(index_loss_sums(z, mass, listed & ~scores.forced))
     if "window" in config.branches:
         visible = window_mask(T, **static, S=S, device=q.device)
-        found["window"] = attention(q, *call.of_window, visible, **scale)
-    return found, block_indices, listed_scores, sums
+        by_branch["window"] = attention(q, *call.of_window, visible, **scale)
+    return by_branch, block_indices, listed_scores, sums

@@ -21,27 +21,27 @@ def saved_shapes(call: Call, *, kept: Sequence[bool]) -> Saved:
     lse = (lse_shape(q), exactly)
     tiles = config.num_tiles(q.shape[-3], call.B if call.packed else 1)
     of_lists = (*lead, tiles, q.shape[-2] if config.rule == "seed" else Hkv, config.list_width(k.shape[-3]))
-    found = {name: lse for branch, name in LSES.items() if config.computes(branch)}
+    shapes = {name: lse for branch, name in LSES.items() if config.computes(branch)}
     if call.gate != "none":
-        found["g"] = ((*q.shape[:-1], len(config.branches)), exactly)
+        shapes["g"] = ((*q.shape[:-1], len(config.branches)), exactly)
     if call.block_indices is None and config.computes("selected"):
-        found["block_indices"] = (of_lists, whole)
+        shapes["block_indices"] = (of_lists, whole)
         if config.rule == "index" and spec.backend != "cute":
-            found["index_scores"] = (of_lists, exactly)
+            shapes["index_scores"] = (of_lists, exactly)
         if spec.index_loss:
-            found |= dict(index_mass=(of_lists, exactly), index_tokens=(of_lists, whole), index_sums=((2,), exactly))
+            shapes |= dict(index_mass=(of_lists, exactly), index_tokens=(of_lists, whole), index_sums=((2,), exactly))
     if spec.backend != "cute" or call.one_branch:
-        return Saved(**found)
+        return Saved(**shapes)
     if config.computes("selected") and not reads_unions(config, listed=spec.listed):
-        found["block_counts"] = ((*lead, Hkv, tiles), whole)
+        shapes["block_counts"] = ((*lead, Hkv, tiles), whole)
     for name, size in (("k", D), ("v", Dv)) if config.computes("compressed") else ():
         if getattr(call, f"{name}_cmp") is None:
-            found[f"{name}_cmp"] = ((*lead, call.num_compressed, Hkv, size), q.dtype)
+            shapes[f"{name}_cmp"] = ((*lead, call.num_compressed, Hkv, size), q.dtype)
             if getattr(call, f"compress_{name}_weight") is not None:
-                found[f"{name}_mean"] = ((*lead, call.num_compressed, Hkv, size), exactly)
+                shapes[f"{name}_mean"] = ((*lead, call.num_compressed, Hkv, size), exactly)
     outputs = zip(BRANCHES, ("o_cmp", "o_slc", "o_swa"), kept)
-    found |= {name: ((*q.shape[:-1], Dv), q.dtype) for of, name, keep in outputs if keep and config.computes(of)}
-    return Saved(**found)
+    shapes |= {name: ((*q.shape[:-1], Dv), q.dtype) for of, name, keep in outputs if keep and config.computes(of)}
+    return Saved(**shapes)
 
 
 def fitted(x: Tensor | None, of: tuple[Shape, torch.dtype] | None) -> Tensor | None:

@@ -80,7 +80,7 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
     (q, k, v), lists = map(to_compute_dtype, batch[:3]), batch.block_indices
     spec, config, scale = batch.spec, batch.config, batch.spec.softmax_scale
     o_cmp = o_slc = o_swa = lse_cmp = lse_slc = lse_swa = scores = None
-    found = {}
+    saved = {}
     if config.computes("window"):
         with component("swa"):
             visible = visible_window(spec, window_offset)
@@ -101,13 +101,13 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
             o_slc, lse_slc = attend_lists(q, k, v, lists, spec=spec, q_offset=q_offset)
         if spec.index_loss:
             with component("index"):
-                found = saved_of_index(batch, lists, lse_slc, q_offset)
+                saved = saved_of_index(batch, lists, lse_slc, q_offset)
     with component("gate"):
         g = gate_values(batch.q, batch.gate_weight, batch.gates, len(config.branches))
         o = gated_sum(g, *config.of_branches((o_cmp, o_slc, o_swa)))
-    found |= dict(block_indices=lists if batch.block_indices is None else None, index_scores=scores)
-    found |= dict(g=None if batch.gate == "none" else g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
-    return o.to(batch.q.dtype), Saved(**found)
+    saved |= dict(block_indices=lists if batch.block_indices is None else None, index_scores=scores)
+    saved |= dict(g=None if batch.gate == "none" else g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
+    return o.to(batch.q.dtype), Saved(**saved)
 
 
 def compress_batch(batch: Call, name: str) -> tuple[Tensor | None, Tensor, Tensor]:

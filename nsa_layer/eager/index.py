@@ -28,11 +28,11 @@ def score_blocks(q_index: Tensor, keys: Tensor, t: Tensor, *, config: NSAConfig,
     full = z[..., : S // size * size].unflatten(-1, (-1, size)).amax(-1)
     scores = F.pad(full, (0, N - S // size))  # a short last block is the own one of all queries that see it
     # Only a query's own block has tokens that it does not see.
-    own, at = t // size, (t // size)[:, None] * size + torch.arange(size, device=t.device)
+    own_block, at = t // size, (t // size)[:, None] * size + torch.arange(size, device=t.device)
     seen = z.gather(-1, at.clamp(max=S - 1).expand(*z.shape[:2], -1, -1))
     seen = seen.masked_fill_(at > t[:, None], -torch.inf).amax(-1, keepdim=True)
-    scores = scores.scatter(-1, own[:, None].expand(*z.shape[:2], -1, 1), seen)
-    return scores.masked_fill_(torch.arange(N, device=t.device) > own[:, None], -torch.inf)
+    scores = scores.scatter(-1, own_block[:, None].expand(*z.shape[:2], -1, 1), seen)
+    return scores.masked_fill_(torch.arange(N, device=t.device) > own_block[:, None], -torch.inf)
 
 
 def is_free(lists: Tensor, t: Tensor, config: NSAConfig) -> Tensor:

@@ -234,7 +234,7 @@ class NSACache(LastingTensors):
             blocks += [(b, length, starts[b], block * stride) for block in range(first, end)]
         new = tuple(x.flatten(0, -3) for x in new)
         kept = tuple(self.sources.get(name, self.caches[f"{name}_cache"]) for name in "kv")
-        made = [call.q.new_zeros(row, *x.shape[2:]) for x in kept]
+        results = [call.q.new_zeros(row, *x.shape[2:]) for x in kept]
         if blocks:
             b, length, start, token = sent(blocks, new[0].device).T.unsqueeze(-1)
             token = token + torch.arange(self.config.span, device=token.device)
@@ -244,14 +244,14 @@ class NSACache(LastingTensors):
             for cache, x, scale in zip(kept, new, map(call.cache.scale, "kv")):
                 x = in_cache_dtype(x, scale, cache.dtype)
                 tokens.append(dequantise(torch.where(old, cache[slots], x[row_of_new]), scale, call.q.dtype))
-            for into, x in zip(made, compress(*tokens), strict=True):
+            for into, x in zip(results, compress(*tokens), strict=True):
                 into[sent(rows, into.device)] = x.to(into.dtype)
         if self.sources:
             spans = [(b, self._lengths[b] + i) for b, count in enumerate(counts) for i in range(count)]
             slots = self._slots(*sent(spans, new[0].device).T)
             for cache, x in zip(kept, new):
                 cache[slots] = x.detach().to(cache.dtype)
-        return {name: x if call.packed else x.unflatten(0, (call.B, -1)) for name, x in zip(COMPRESSED_CACHES, made)}
+        return {name: x if call.packed else x.unflatten(0, (call.B, -1)) for name, x in zip(COMPRESSED_CACHES, results)}
 
     def _slots(self, b: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Index of the tokens of sequences b in the caches."""

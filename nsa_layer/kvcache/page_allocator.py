@@ -92,5 +92,5 @@ class PageAllocator:
 
 def sent(numbers: Sequence, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers on a device, which the host does not wait for."""
-    made = torch.tensor(numbers, dtype=dtype, device="cpu")
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    host = torch.tensor(numbers, dtype=dtype, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

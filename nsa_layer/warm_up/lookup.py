@@ -151,12 +151,12 @@ def make_call(call: Signature) -> None:
 
     with kernel_cache.at_first_miss(lambda: None), FakeTensorMode(), OnMeta(), torch.no_grad():
         tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
-        made = Call.of(tensors)._replace(spec=call.spec)
+        fake = Call.of(tensors)._replace(spec=call.spec)
         if call.plan is None:
-            kvcache.step(made, memory=MemoryPolicy(budget=sys.maxsize))
+            kvcache.step(fake, memory=MemoryPolicy(budget=sys.maxsize))
             return
         groups = {end - first: (first, end) for first, end in call.plan.groups}
         plan = replace(call.plan, groups=tuple(groups.values()))
-        o, saved = pages.forward(made, plan=plan, backward=call.backward)
+        o, saved = pages.forward(fake, plan=plan, backward=call.backward)
         if call.backward:
-            pages.backward(made, saved, torch.empty_like(o), plan=plan, o=o, d_sums=saved.index_sums)
+            pages.backward(fake, saved, torch.empty_like(o), plan=plan, o=o, d_sums=saved.index_sums)

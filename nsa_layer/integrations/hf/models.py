@@ -50,10 +50,10 @@ class NSABranches(Branches):
         super().__init__()
         self.fixed = {name: deepcopy(getattr(config, name)) for name in FIXED}
         options, D = nsa_config(config.nsa), layer.head_dim
-        own = dict(gate=config.nsa_gate, compression=config.nsa_compression, index_dim=config.nsa_index_dim)
-        own["gate"] = check_branches(options, "input", **own)
+        kinds = dict(gate=config.nsa_gate, compression=config.nsa_compression, index_dim=config.nsa_index_dim)
+        kinds["gate"] = check_branches(options, "input", **kinds)
         sizes = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, D, D
-        networks = self._add_branches(*sizes, options, **own, index_bias=layer.q_proj.bias is not None)
+        networks = self._add_branches(*sizes, options, **kinds, index_bias=layer.q_proj.bias is not None)
         self.networks = nn.ModuleDict(networks)
         if self.q_index is not None:
             if (Di := self.index_dim) % 2 or Di > D:
