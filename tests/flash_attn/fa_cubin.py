@@ -16,16 +16,23 @@ WAIT = 1 << 47  # of "order": DEPBAR, not ARRIVE
 LEFT = 0xFF00  # of a DEPBAR's second word: how many groups of products may still be under way
 
 
-def cubins(launch: Callable[[], Any]) -> list[bytes]:
-    """The cubins of a call's kernels, by their names; in a worker."""
+def cubins(launch: Callable[[], Any], kind: str = "") -> list[bytes]:
+    """The cubins of a call's kernels, by their names; of classes of modules whose names hold `kind`; in a worker.
+
+    Other kernels are only traced.
+    """
     import cutlass.cute as cute
+    from cutlass.cutlass_dsl import CuTeDSL
     from fa_compile import uncached
 
     with uncached(), tempfile.TemporaryDirectory() as dumps, pytest.MonkeyPatch.context() as patch:
         compile_ = cute.compile
 
-        def kept(*args: Any, options: str) -> Any:
-            return compile_(*args, options=f"{options} --keep-cubin --dump-dir {dumps}")
+        def kept(kernel: Any, *args: Any, options: str) -> Any:
+            with patch.context() as others:
+                if kind not in kernel.__module__:
+                    others.setattr(CuTeDSL._get_dsl().envar, "dryrun", True)
+                return compile_(kernel, *args, options=f"{options} --keep-cubin --dump-dir {dumps}")
 
         patch.setattr(cute, "compile", kept)
         launch()
@@ -47,8 +54,8 @@ class Code(NamedTuple):
 
 
 def machine_code(compile_: Callable[..., Any], *args: Any, kind: str = "") -> list[Code]:
-    """The code of a call's kernels, of those whose names hold `kind`; in a worker."""
-    code = [cubin for cubin in cubins(lambda: compile_(*args)) if kind.encode() in cubin]
+    """The code of a call's kernels, of those whose modules' names hold `kind`; in a worker."""
+    code = cubins(lambda: compile_(*args), kind)
     return [Code(_frames(cubin), _serialized(cubin), _exponentials_under_products(cubin)) for cubin in code]
 
 
