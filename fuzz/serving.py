@@ -9,6 +9,7 @@ import torch
 
 from fuzz.case import Served
 from nsa_layer import NSACache, NSAConfig, nsa
+from nsa_layer.checks import starts_of_lengths
 
 PAGE, ROOM = 16, 80
 NEEDS = ("q", "k", "v", "k_cache", "v_cmp_cache", "gates", "q_index", "k_index_cache")
@@ -78,7 +79,7 @@ class Calls:
         given = self.kept | dict(cache_seqlens=torch.tensor(self.lengths).int(), config=config_of(self.case))
         if len(set(counts)) == 1 and self.case.seed % 2:
             return given | {name: torch.stack(each) for name, each in parts.items()}
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        starts = starts_of_lengths(counts)
         return given | {name: torch.cat(each) for name, each in parts.items()} | dict(cu_seqlens_q=starts)
 
     def give(self, counts: tuple[int, ...] | list[int]) -> None:

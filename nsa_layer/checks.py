@@ -437,9 +437,9 @@ def check_scale(softmax_scale: float | None, D: int, name: str = "softmax_scale"
     return float(softmax_scale)
 
 
-def starts_of_lengths(lengths: Sequence[int]) -> torch.Tensor:
-    """``cu_seqlens`` of packed sequences, int32 [sequences + 1] on the CPU."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+def starts_of_lengths(lengths: Iterable[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """``cu_seqlens`` of packed sequences, int32 [sequences + 1]."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu").to(device)
 
 
 def check_lengths(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_layer.call import Call, CallSpec, Signature
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 from nsa_layer.warm_up.api import argument_shapes
@@ -147,8 +148,7 @@ class Shape:
         """The arguments of `nsa` and of dense attention for packed sequences, with starts on the CPU."""
         if self.lengths is None:
             return {}
-        starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
-        return dict(cu_seqlens=starts, max_seqlen=max(self.lengths, default=0))
+        return dict(cu_seqlens=starts_of_lengths(self.lengths), max_seqlen=max(self.lengths, default=0))
 
     def options(self) -> dict[str, object]:
         """The arguments of `nsa` beside tensors and backend."""

@@ -14,6 +14,7 @@ from fuzz.case import Served
 from fuzz.prop import Skip, holds, refused
 from fuzz.serving import PAGE, ROOM, Calls, caches_of, check_pages, config_of, spoilt
 from nsa_layer import NSACache, nsa, nsa_with_kvcache
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.kvcache import eager  # noqa: F401, a fault is planted in what has been imported
 
 
@@ -83,7 +84,7 @@ def steps_of_nsa_cache(case: Served) -> None:
             tokens = [calls.tokens[i] for i in of]
             parts = [[own[name][at : at + n] for own, at, n in zip(tokens, lengths, counts)] for name in names]
             q, k, v, *of_index = map(torch.cat, parts)
-            starts = torch.tensor([0, *counts]).cumsum(0).int()
+            starts = starts_of_lengths(counts)
             if not starts[-1]:
                 continue
             validate = draw.random() < 0.5

@@ -18,6 +18,7 @@ from fuzz.case import CALLS, Ranks
 from fuzz.prop import holds
 from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, unshard_sequence
+from nsa_layer.checks import starts_of_lengths
 
 # For which a rank waits for the other one, on a machine with other work to do; and with a fault, for which it may.
 SECONDS, WITH_FAULT = 8.0, 2.5
@@ -75,7 +76,7 @@ def _call(cp: ContextParallel, case: Ranks) -> None:
     if case.call == "unshard_sequence":
         unshard_sequence(q, cp, dim=0 if packed else 1)
         return
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32) if packed else None
+    starts = starts_of_lengths(lengths) if packed else None
     given = dict(q=q, k=k, v=k, cu_seqlens=starts, cp=cp)
     if case.validate:
         given["validate"] = True

@@ -33,10 +33,10 @@ def indexed(device: str) -> dict[str, Any]:
 
 def packed(device: str) -> dict[str, Any]:
     arguments = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in batch(device).items()}
-    return arguments | dict(cu_seqlens=starts(0, 5, T))
+    return arguments | dict(cu_seqlens=int32(0, 5, T))
 
 
-def starts(*values: int) -> torch.Tensor:
+def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -48,7 +48,7 @@ def listed(device: str) -> dict[str, Any]:
 
 def listed_packed(device: str) -> dict[str, Any]:
     arguments = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in listed(device).items()}
-    return arguments | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
+    return arguments | dict(cu_seqlens=int32(0, 5, T), cu_seqlens_k=int32(0, 9, 30))
 
 
 def appended(device: str) -> dict[str, Any]:
@@ -63,14 +63,14 @@ def cached(device: str) -> dict[str, Any]:
 
 
 def paged(device: str) -> dict[str, Any]:
-    return cached(device) | {name: starts(0, 1).view(B, 1) for name in ("page_table", "cmp_page_table")}
+    return cached(device) | {name: int32(0, 1).view(B, 1) for name in ("page_table", "cmp_page_table")}
 
 
 def two_pages(device: str) -> dict[str, Any]:
     """Validated; each sequence's tokens are on two pages."""
     pages = {name: torch.zeros(6, 16 if "cmp" not in name else 4, *x.shape[2:], device=device)
              for name, x in cached(device).items() if name.endswith("_cache")}  # fmt: skip
-    tables = {name: starts(0, 1, 2, 3).view(B, 2) for name in ("page_table", "cmp_page_table")}
+    tables = {name: int32(0, 1, 2, 3).view(B, 2) for name in ("page_table", "cmp_page_table")}
     return cached(device) | pages | tables | dict(validate=True)
 
 
@@ -124,7 +124,7 @@ NSA = (
      Together(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
     ("softmax_scale", TypeError, "softmax_scale must be a number or None, got", "1", True),
     ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
-    ("cu_seqlens", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, T)),
+    ("cu_seqlens", ValueError, r"q must have shape \(total, Hq, D\), got", int32(0, T)),
     ("max_seqlen", ValueError, "max_seqlen is for packed input, got 20 without cu_seqlens", T),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got 20.0", 20.0),
     ("causal return_aux validate", *NOT_A_BOOL),
@@ -149,8 +149,8 @@ PACKED = (
     ("cu_seqlens", TypeError, "cu_seqlens must be a torch.Tensor or None, got list", [0, T]),
     ("cu_seqlens", TypeError, "cu_seqlens must be int32, got torch.int64", lambda x: x.long()),
     ("cu_seqlens", ValueError, r"{} must be \[sequences \+ 1\], got shape \(1", lambda x: x[None], lambda x: x[:1]),
-    ("cu_seqlens", ValueError, "cu_seqlens must start at 0, got 1", lambda x: x + 1, starts(1, T)),
-    ("cu_seqlens", ValueError, r"cu_seqlens must not fall, got \[0, 12, ", starts(0, 12, 9, T), starts(0, 12, 11)),
+    ("cu_seqlens", ValueError, "cu_seqlens must start at 0, got 1", lambda x: x + 1, int32(1, T)),
+    ("cu_seqlens", ValueError, r"cu_seqlens must not fall, got \[0, 12, ", int32(0, 12, 9, T), int32(0, 12, 11)),
     ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", lambda x: x.clamp(max=T - 1)),
     ("cu_seqlens", ValueError, "cu_seqlens must be on q's device cpu or .*, got meta", lambda x: x.to("meta")),
     ("max_seqlen", ValueError, "max_seqlen must be at least the longest sequence, 15, got 14", 14),
@@ -184,8 +184,8 @@ LISTED = (
     *not_a_size("block_size"),
     ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
     ("causal deterministic return_lse validate", *NOT_A_BOOL),
-    ("cu_seqlens", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, T)),
-    ("cu_seqlens_k", ValueError, "cu_seqlens_k is for packed input", starts(0, T)),
+    ("cu_seqlens", ValueError, r"q must have shape \(total, Hq, D\), got", int32(0, T)),
+    ("cu_seqlens_k", ValueError, "cu_seqlens_k is for packed input", int32(0, T)),
     ("q_offset", ValueError, "q_offset must be at least 0, got -1", -1, torch.tensor([0, -1]).int()),
     ("k", ValueError, "k must have at least as many tokens as q where q_offset is None, got 2 fewer",
      Together(k=torch.zeros(B, 18, HKV, D), v=torch.zeros(B, 18, HKV, DV))),
@@ -193,10 +193,10 @@ LISTED = (
 )  # fmt: skip
 LISTED_PACKED = (
     ("cu_seqlens_k", TypeError, "cu_seqlens_k must be int32, got torch.int64", lambda x: x.long()),
-    ("cu_seqlens_k", ValueError, "cu_seqlens_k must end at the 30 tokens of k, got 29", starts(0, 9, 29)),
-    ("cu_seqlens_k", ValueError, "cu_seqlens_k must have cu_seqlens's 2 sequences, got 3", starts(0, 9, 9, 30)),
+    ("cu_seqlens_k", ValueError, "cu_seqlens_k must end at the 30 tokens of k, got 29", int32(0, 9, 29)),
+    ("cu_seqlens_k", ValueError, "cu_seqlens_k must have cu_seqlens's 2 sequences, got 3", int32(0, 9, 9, 30)),
     ("cu_seqlens_k", ValueError, r"k must have shape \(20, Hkv, 8\), got", None),
-    ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", starts(0, 5, 19)),
+    ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", int32(0, 5, 19)),
 )
 TILED, OF_INDEX, INDEX_KEYS = CONFIG.replace(q_tile=8), CONFIG.replace(q_tile=1, rule="index"), torch.zeros(B, 32, 1, 4)
 CACHED = (
@@ -210,7 +210,7 @@ CACHED = (
     ("v_win_cache", ValueError, "v_win must be given with k, and only then", torch.zeros(B, 32, HKV, DV)),
     *((name, ValueError, "{} must be None where there is no window, got one with window_size=0",
        Together({name: torch.zeros(B, 32, HKV, size), "config": CONFIG.replace(q_tile=1, window_size=0), "k": None,
-                 "v": None, "cache_seqlens": starts(20, 20)}))
+                 "v": None, "cache_seqlens": int32(20, 20)}))
       for name, size in (("k_win_cache", D), ("v_win_cache", DV))),
     ("config", ValueError, "rule='index' needs q_index and k_index_cache, got None for one of them", OF_INDEX),
     ("config", ValueError, "k_cmp_cache is of the compressed branch", OF_INDEX.replace(branches=("selected",))),
@@ -234,7 +234,7 @@ CACHED = (
     ("page_table", ValueError, "cmp_page_table must be given with compressed caches on pages, and only then",
      Together(page_table=torch.zeros(B, 1).int(), k_cmp_cache=torch.zeros(B, 8, HKV, D))),
     ("max_seqlen_q", ValueError, "max_seqlen_q is for packed input, got 20", T),
-    ("cu_seqlens_q", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, 5, T)),
+    ("cu_seqlens_q", ValueError, r"q must have shape \(total, Hq, D\), got", int32(0, 5, T)),
     ("block_indices", ValueError, r"must have shape \(2, 20, 2 or 4, n\)", torch.zeros(B, 19, HKV, 2).int()),
     ("out", ValueError, "out is written to, must not be expanded, nor overlap itself",
      torch.zeros(1, T, HQ, DV).expand(B, T, HQ, DV), torch.zeros(960).as_strided((B, T, HQ, DV), (T * HQ, HQ, DV, 1))),
@@ -247,12 +247,12 @@ IN_FP8 = {name: x.to(FP8) for name, x in cached("cpu").items() if name.endswith(
 SHARED, OUTPUT = torch.zeros(B, 32, HKV, D), torch.zeros(B, T, HQ, DV)
 OUT_OF_CACHE = (
     ("cache_seqlens", ValueError, "sequence 1 does not fit its caches, with 20 queries and 33 tokens",
-     Together(cache_seqlens=starts(0, 13), validate=True)),
+     Together(cache_seqlens=int32(0, 13), validate=True)),
     ("cache_seqlens cache_batch_idx", ValueError, "sequence 0 does not fit its caches, with 20 queries",
-     Together(cache_seqlens=starts(-1, 0), validate=True), Together(cache_batch_idx=starts(B, 1), validate=True),
-     Together(k=None, v=None, cache_seqlens=starts(19, 20), validate=True)),
+     Together(cache_seqlens=int32(-1, 0), validate=True), Together(cache_batch_idx=int32(B, 1), validate=True),
+     Together(k=None, v=None, cache_seqlens=int32(19, 20), validate=True)),
     ("cache_batch_idx", ValueError, "cache_batch_idx must let no two sequences write .* got 1 for sequences 0 and 1",
-     Together(cache_batch_idx=starts(1, 1), validate=True)),
+     Together(cache_batch_idx=int32(1, 1), validate=True)),
     *((name, ValueError, r"{} is written to, must not be expanded, .* got strides \(0, ",
        Together({name: torch.zeros(1, S, HKV, size).expand(B, S, HKV, size), "validate": True}))
       for name, S, size in (("k_cache", 32, D), ("v_cache", 32, DV), ("k_cmp_cache", 8, D), ("v_cmp_cache", 8, DV))),
@@ -425,14 +425,14 @@ FORWARD = (
     ("x", ValueError, r"x must have shape \(B, T, 32\), got", torch.zeros(T, 32), torch.zeros(B, T, 31)),
     ("x", TypeError, "x must have the layer's dtype torch.float32, got", lambda x: x.double(), lambda x: x.int()),
     ("x", ValueError, "x must be on the layer's device cpu, got meta", lambda x: x.to("meta")),
-    ("x", ValueError, r"x must have shape \(total, 32\)", in_a_pack(starts(0, T), torch.zeros(B, T, 32))),
+    ("x", ValueError, r"x must have shape \(total, 32\)", in_a_pack(int32(0, T), torch.zeros(B, T, 32))),
     ("positions", TypeError, "positions must be a torch.Tensor or None, got list", list(range(T))),
     ("positions", TypeError, "positions must be integers, got", torch.zeros(T), torch.ones(T, dtype=torch.bool)),
     ("positions", ValueError, r"{} must have shape \(2, 20\) or \(20,\)", torch.arange(T - 1), torch.ones(3, T).int()),
     ("positions", ValueError, "positions are for rope", other_layer(rope=None)),
     ("cu_seqlens", TypeError, "cu_seqlens must be a torch.Tensor or None, got list", in_a_pack([0, T])),
     ("cu_seqlens", TypeError, "cu_seqlens must be int32, got torch.int64", in_a_pack(torch.tensor([0, T]))),
-    ("cu_seqlens", ValueError, r"cu_seqlens must be \[sequences \+ 1\]", in_a_pack(starts(0))),
+    ("cu_seqlens", ValueError, r"cu_seqlens must be \[sequences \+ 1\]", in_a_pack(int32(0))),
     ("cache", TypeError, "cache must be an NSACache or None, got", True, {}, NSACache),
     ("cache", ValueError, "cache must have the layer's config NSAConfig", empty_cache()),
     ("cache", ValueError, "cache needs causal=True", with_cache(causal=False), with_cache(return_aux=True)),
@@ -445,7 +445,7 @@ OF_NSA = (  # refused by nsa or NSACache.attend, which come after the projection
     ("cache", TypeError, "k_cache must have q's dtype torch.float64 or be .*, got torch.float32",
      with_cache(dict(head_dim_v=6, dtype=torch.float64), x=torch.zeros(B, T, 32).double())),
     ("x", ValueError, "no empty dimension", torch.zeros(1, 0, 32)),
-    ("cu_seqlens", ValueError, "cu_seqlens must end", in_a_pack(starts(0, 4))),
+    ("cu_seqlens", ValueError, "cu_seqlens must end", in_a_pack(int32(0, 4))),
     ("max_seqlen", ValueError, "max_seqlen is for packed input", 5),
     ("causal", *NOT_A_BOOL),
 )  # fmt: skip

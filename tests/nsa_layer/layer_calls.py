@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -24,11 +23,6 @@ Tensor = torch.Tensor
 CACHED = Case(
     B=2, T=20, D=8, dtype=torch.float64, config=NSAConfig(block_size=8, block_counts=4, window_size=8), gate="none"
 )
-
-
-def starts_of(lengths: Iterable[int], device: torch.device | str = "cpu") -> Tensor:
-    """cu_seqlens of sequences of these lengths."""
-    return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu").to(device)
 
 
 def cached_arguments(case: Case = CACHED, S: int = 32, device: str = "cpu", beside: int = 0) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAttention, nsa, selected_attention, unshard_sequence
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks
 from nsa_layer.rope import RotaryEmbedding
 
@@ -56,7 +56,7 @@ def test_lists_of_ranks_are_padded_with_any_numbers(group: Any, mode: str) -> No
     for lengths, most in ((None, 3), ((20, 12), 1)):
         lead = (2, 16) if lengths is None else (16,)
         q, k = torch.randn(*lead, 4, 8), torch.randn(*lead, 2, 8)
-        starts = None if lengths is None else torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        starts = None if lengths is None else starts_of_lengths(lengths)
         lists = torch.zeros(*lead, 2, 1, dtype=torch.int64)
         for call in (partial(nsa, config=SMALL), partial(selected_attention, block_size=8)):
             found = []

@@ -15,6 +15,7 @@ from rank_cases import MODES, OnRanks, by_ranks, in_steps, part_of, step
 from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, shard_sequence, unshard_sequence
 from nsa_layer.call import Aux, Call
+from nsa_layer.checks import starts_of_lengths
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, Case, make_inputs
 
@@ -166,7 +167,7 @@ def test_a_call_compiles_whole(group: Any, mode: str, name: str) -> None:
     cp, case = ContextParallel(group, mode=mode), CASES["batch" if name == "lists" else name]
     tensors, starts, lists = drawn(case, cp), None, ()
     if case.lengths:
-        starts = torch.tensor([0, *case.lengths], device="cuda").cumsum(0).int()
+        starts = starts_of_lengths(case.lengths, "cuda")
     attend = call_of(case, cp, cu_seqlens=starts)
     if name == "lists":
         lists = [torch.zeros_like(tensors["k"][..., :1]).int()]
@@ -198,7 +199,7 @@ def test_every_rank_says_what_is_wrong_with_numbers(group: Any, mode: str) -> No
     """One rank's starts are wrong, or not the others', in a call made before: every rank says so, and goes on."""
     cp, case = ContextParallel(group, mode=mode), Case(**SIZES, lengths=PACKED, config=CONFIG)
     q, k, v, _ = drawn(case, cp).values()
-    starts = torch.tensor([0, *PACKED], device=q.device).cumsum(0).int()
+    starts = starts_of_lengths(PACKED, q.device)
     lists = torch.zeros(*k.shape[:2], 1, dtype=torch.int32, device=q.device)
     for attend in (partial(nsa, config=CONFIG), partial(selected_attention, block_size=64)):
         attend = partial(attend, q, k, v, block_indices=lists, cu_seqlens=starts, cp=cp, validate=True)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layer_calls import starts_of
 from rank_cases import RANKS, SMALL, by_ranks
 from stub_kernels import stubbed_layer
 
 from nsa_layer import ContextParallel, NSAConfig, nsa
 from nsa_layer.call import Call, CallSpec, Saved
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.context_parallel import attend, gather, gather_loop, heads
 from nsa_layer.context_parallel.layout import ShardLayout, query_shards
 from nsa_layer.context_parallel.spec import rank_chunks
@@ -49,7 +49,7 @@ def test_windows_of_a_rank_see_what_those_of_one_see(
             first = shard.keys.start + rows.start
             q, k = (torch.empty(*(() if lengths else (1,)), n, 1, 1) for n in (count, rows.stop - rows.start))
             keys, at = zip(*window)
-            of_window = dict(k_win=k, v_win=k, win_offset=torch.tensor(at), cu_seqlens_win=starts_of(keys))
+            of_window = dict(k_win=k, v_win=k, win_offset=torch.tensor(at), cu_seqlens_win=starts_of_lengths(keys))
             here = Call(q, k, k, spec=shard.spec(call), **of_window)
             given = window_options(here, Varlen.of(here))
             starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()

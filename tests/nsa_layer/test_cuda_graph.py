@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from layer_calls import assert_near, needs_hopper, starts_of, step
+from layer_calls import assert_near, needs_hopper, step
 from torch._dynamo.utils import counters
 
 from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
+from nsa_layer.checks import starts_of_lengths
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing.cases import Case, make_inputs
 
@@ -64,7 +65,7 @@ def test_replays_equal_eager_calls(case: Case) -> None:
     """Packed sequences start where the host says."""
     if case.config.deterministic:
         needs_hopper()
-    names, starts = list(make_inputs(case).tensors()), None if case.lengths is None else starts_of(case.lengths)
+    names, starts = list(make_inputs(case).tensors()), None if case.lengths is None else starts_of_lengths(case.lengths)
 
     def draw(seed: int) -> tuple[list[Tensor], Tensor]:
         inputs = make_inputs(replace(case, seed=seed), "cuda")
@@ -122,7 +123,7 @@ def test_reduce_overhead_runs_cuda_graphs(kind: str, replays: list[object]) -> N
         of = [*arguments, *call.parameters()]
     compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
     for turn, lengths in enumerate((LENGTHS, OTHERS, LENGTHS, OTHERS)):
-        given = {} if kind == "batch" else dict(cu_seqlens=starts_of(lengths, "cuda"))
+        given = {} if kind == "batch" else dict(cu_seqlens=starts_of_lengths(lengths, "cuda"))
         want = step(partial(call, *arguments), of, **given)
         replays.clear()
         torch.compiler.cudagraph_mark_step_begin()

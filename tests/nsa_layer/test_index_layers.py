@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from hf_cases import CLOSE, CONFIG, INDEX, MARKS, dense, padded, positions, tokens
-from layer_calls import starts_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from nsa_layer import NSACache, NSAConfig, NSAttention, index_loss, nsa
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.integrations import hf
 from nsa_layer.integrations.hf import convert_to_nsa
 from nsa_layer.integrations.hf.models import CACHE
@@ -86,7 +86,7 @@ def test_a_layer_has_the_index_of_its_projections(options: dict, calls: list) ->
     made = layer(**options)
     of_index = [name for name, _ in made.named_parameters() if name.startswith(("q_index", "k_index"))]
     for lengths in ((90,), (30, 0, 59, 1)):
-        x, starts = inputs(sum(lengths)).requires_grad_(), starts_of(lengths)
+        x, starts = inputs(sum(lengths)).requires_grad_(), starts_of_lengths(lengths)
         o, loss = made(x[None]) if len(lengths) == 1 else made(x, cu_seqlens=starts), made.index_loss
         args, given = calls.pop()
         for name, each in index_by_definition(made, x, torch.cat([torch.arange(n) for n in lengths])).items():
@@ -316,7 +316,7 @@ def test_padded_and_packed_rows_choose_and_lose_as_alone() -> None:
     model, batch = convert_to_nsa(llama, config).train(), padded(ids, (0, 31))
     mask = batch["attention_mask"]
     together, loss = model(**batch, position_ids=positions(mask)).logits[mask.bool()], index_loss(model)
-    packed, starts = torch.cat([ids[0], ids[1, 31:]])[None], starts_of((90, 59))
+    packed, starts = torch.cat([ids[0], ids[1, 31:]])[None], starts_of_lengths((90, 59))
     logits = model(packed, position_ids=positions(mask)[mask.bool()][None], cu_seq_lens_q=starts).logits[0]
     torch.testing.assert_close((logits, index_loss(model)), (together, loss), **CLOSE)
     alone = torch.cat([model(row[None]).logits[0] for row in (ids[0], ids[1, 31:])])

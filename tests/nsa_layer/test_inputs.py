@@ -12,12 +12,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from layer_calls import starts_of
 
 from fuzz.wrong_calls.layer import HKV, HQ, D, batch, packed
 from nsa_layer import ContextParallel, NSAConfig, NSAttention, nsa, selected_attention
 from nsa_layer.call import Call, CallSpec
-from nsa_layer.checks import assert_numbers
+from nsa_layer.checks import assert_numbers, starts_of_lengths
 
 Tensor = torch.Tensor
 
@@ -62,7 +61,7 @@ def test_nested_tensors_are_named(layout: torch.layout, autocast: bool) -> None:
 
 def test_a_graph_asserts_numbers() -> None:
     q, k = torch.zeros(40, 4, 8), torch.zeros(55, 2, 8)
-    starts, of_keys = starts_of((0, 17, 23)), starts_of((9, 11, 35))
+    starts, of_keys = starts_of_lengths((0, 17, 23)), starts_of_lengths((9, 11, 35))
     lists = torch.tensor([[[1]] * 2] * 5 + [[[4]] * 2] * 6, dtype=torch.int32)
     spec = CallSpec(NSAConfig(block_size=4, q_tile=4), True, 1.0)
 
@@ -122,7 +121,7 @@ def test_lists_of_ranks_may_have_any_numbers(mode: str) -> None:
         cp = ContextParallel(dist.group.WORLD, mode=mode)
         q, k = (torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
         lists = torch.zeros(300, 2, 1, dtype=torch.int32, device="cuda")
-        packed = dict(cu_seqlens=starts_of((100, 200), "cuda"), block_indices=lists, cp=cp)
+        packed = dict(cu_seqlens=starts_of_lengths((100, 200), "cuda"), block_indices=lists, cp=cp)
         for call in (nsa, partial(selected_attention, block_size=64)):
             lists[99] = -1
             expected = call(q, k, k, **packed, validate=True)

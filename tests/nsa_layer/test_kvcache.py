@@ -14,12 +14,13 @@ from itertools import pairwise, product, zip_longest
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_calls import CACHED, cached_arguments, checked_call, no_waits, starts_of
+from layer_calls import CACHED, cached_arguments, checked_call, no_waits
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from nsa_layer import NSACache, NSAConfig, checks, nsa, nsa_with_kvcache
 from nsa_layer.call import CACHES, COMPRESSED_CACHES, FP8, TOKEN_CACHES, Call, CallSpec
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import BRANCHES
 from nsa_layer.kvcache.fp8 import dequantise, quantise
 from nsa_layer.operators import static_arguments
@@ -83,7 +84,7 @@ class Caches:
         case, device = self.inputs.case, self.inputs.q.device
         bounds = [(at, at + n) for at, n in zip(self.length, counts)]
         given = self.given | dict(config=case.config, cache_seqlens=torch.tensor(self.length).int().to(device))
-        given["cu_seqlens_q"] = starts_of(counts, device if self.unread else "cpu")
+        given["cu_seqlens_q"] = starts_of_lengths(counts, device if self.unread else "cpu")
         for name, x in self.inputs.tensors().items():
             if name in COMPRESSED_CACHES:
                 parts = x.split(list(map(case.config.compressed_length, case.lengths)))
@@ -242,7 +243,7 @@ def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
 
     monkeypatch.setattr(checks, "is_on_gpu", lambda starts: True)
     given = cached_arguments(S=512)
-    given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=starts_of((20, 20)))
+    given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=starts_of_lengths((20, 20)))
     anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * sum(given[f"{name}_cache"][0].nbytes for name in "kv")
     for workspace, more, read in ((whole, anew, False), (whole - 1, anew, True), (whole - 1, {}, False), (1, {}, True)):
         monkeypatch.setattr(kvcache, "WORKSPACE", workspace)
@@ -302,7 +303,7 @@ def in_calls(
         if lists is not None:
             new["block_indices"] = lists[:, begin // q_tile : -(-end // q_tile)]
         if packed:
-            starts = starts_of([end - begin] * B)
+            starts = starts_of_lengths([end - begin] * B)
             new = {name: x.flatten(0, 1) for name, x in new.items()} | dict(cu_seqlens_q=starts)
         o, lses = attended(given | new | dict(cache_seqlens=torch.full_like(given["cache_seqlens"], begin)), backend)
         lses = [lse.unflatten(1, (B, -1)).transpose(0, 1) if packed else lse for lse in lses]
@@ -419,7 +420,7 @@ def test_pytorch_finds_nothing_wrong_with_the_operator(packed: bool) -> None:
     given = cached_arguments()
     for name in ("q", "k", "v") if packed else ():
         given[name] = given[name].flatten(0, 1)
-    call = checked_call(given | dict(cu_seqlens_q=starts_of((20, 20)) if packed else None))
+    call = checked_call(given | dict(cu_seqlens_q=starts_of_lengths((20, 20)) if packed else None))
     static = static_arguments(replace(call.spec, backend="eager")) | dict(validate=False)
     for name in CACHES:  # NaN is not equal to itself
         if (cache := getattr(call.cache, name)) is not None:
@@ -585,7 +586,7 @@ def test_a_cache_of_pages_does_not_wait_for_the_gpu() -> None:
             for counts in ((120, 2, 30), (80, 1, 120)):
                 spans = [slice(at, at + n) for at, n in zip(cache.lengths, counts)]
                 q, k, v = (torch.cat([x[span] for x, span in zip(own, spans)]) for own in tokens)
-                o = cache.attend(q, k, v, cu_seqlens_q=starts_of(counts), gate_weight=inputs.gate_weight)
+                o = cache.attend(q, k, v, cu_seqlens_q=starts_of_lengths(counts), gate_weight=inputs.gate_weight)
                 for own, part in zip(found, o.split(counts)):
                     own.append(part)
         torch.testing.assert_close(torch.cat([part for own in found for part in own]), want.o, **ROUNDING)

@@ -6,10 +6,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from layer_calls import starts_of
 from stub_kernels import stubbed_layer
 
 from nsa_layer import NSAConfig, NSAttention, nsa
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.rope import RotaryEmbedding
 
 TILES = NSAConfig(block_size=8, block_counts=4, q_tile=16, window_size=8)
@@ -97,7 +97,7 @@ def test_the_layer_is_its_parts_around_the_reference(options: dict[str, object])
             torch.testing.assert_close(out, by_definition(layer, x, (T,), causal=causal))
             assert out.dtype == x.dtype and aux.gates.shape == (1, T, HQ, 3)
     x, lengths = tokens(60), (20, 0, 3, 1, 36)
-    starts = starts_of(lengths)
+    starts = starts_of_lengths(lengths)
     torch.testing.assert_close(layer(x, cu_seqlens=starts), by_definition(layer, x, lengths, cu_seqlens=starts))
 
 
@@ -121,7 +121,7 @@ def test_positions_are_counted_within_each_sequence() -> None:
 
     layer = make(rope=rope)
     layer(tokens(2, 5))
-    layer(tokens(7), cu_seqlens=starts_of((3, 0, 4)))
+    layer(tokens(7), cu_seqlens=starts_of_lengths((3, 0, 4)))
     given = torch.arange(10, dtype=torch.int32).view(2, 5)
     layer(tokens(2, 5), positions=given)
     assert [p.tolist() for p in seen] == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 3], given.tolist()]

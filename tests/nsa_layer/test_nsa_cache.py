@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from layer_calls import starts_of
 
 from fuzz.serving import check_pages
 from nsa_layer import NSACache, NSAConfig, NSAttention, nsa_with_kvcache
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.rope import RotaryEmbedding
 
 SMALL = NSAConfig(block_size=8, block_counts=3, window_size=8)
@@ -27,7 +27,7 @@ def tokens(count: int) -> list[torch.Tensor]:
 
 def append(cache: NSACache, counts: Sequence[int], **options: object) -> None:
     lengths = [length + count for length, count in zip(cache.lengths, counts)]
-    cache.attend(*tokens(sum(counts)), cu_seqlens_q=starts_of(counts), **options)
+    cache.attend(*tokens(sum(counts)), cu_seqlens_q=starts_of_lengths(counts), **options)
     assert cache.lengths == tuple(lengths) == tuple(cache.cache_seqlens.tolist())
     assert {int} == {*map(type, cache.lengths)}
     check_pages(cache)
@@ -183,7 +183,7 @@ def assert_appends(
         before = cache.lengths
         layer(torch.randn_like(x[:, :draft]), cache=cache)
         cache.crop(before)
-        starts = starts_of(map(len, new))
+        starts = starts_of_lengths(map(len, new))
         o = layer(torch.cat(new), cu_seqlens=starts, cache=cache) if packed else layer(torch.stack(new), cache=cache)
         for parts, part in zip(found, o.flatten(0, -2).split(list(map(len, new)))):
             parts.append(part)

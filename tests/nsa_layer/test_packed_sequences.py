@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from layer_calls import assert_near, no_waits, starts_of, step
+from layer_calls import assert_near, no_waits, step
 from stub_kernels import LAUNCHED, stubbed_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, checks, nsa, selected_attention
 from nsa_layer.call import Call, CallSpec
-from nsa_layer.checks import check_inputs
+from nsa_layer.checks import check_inputs, starts_of_lengths
 from nsa_layer.cute import host_constants
 from nsa_layer.cute.host_constants import HostCopy, starts_on
 from nsa_layer.cute.varlen import Varlen
@@ -64,7 +64,7 @@ def test_starts_of_everything(config: NSAConfig) -> None:
         assert starts[-1] <= bound <= starts[-1] + len(SHORT) + total // config.stride
     assert (host.longest, host.longest_compressed) == (1000, config.compressed_length(1000))
     call = three_heads(CallSpec(config, True, 1.0, bound=1000), total)
-    gpu = Varlen.of(call._replace(cu_seqlens=starts_of(SHORT)))
+    gpu = Varlen.of(call._replace(cu_seqlens=starts_of_lengths(SHORT)))
     for name in Varlen._fields:
         x, y = getattr(gpu, name), getattr(host, name)
         if name.startswith("cu_"):
@@ -77,7 +77,7 @@ def test_starts_of_everything(config: NSAConfig) -> None:
 
 
 def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
-    made, starts = [], starts_of((7, 9))
+    made, starts = [], starts_of_lengths((7, 9))
 
     def make(x: Tensor) -> Tensor:
         made.extend((starts_by_host((7, 9)).cu_seqlens, starts_on(starts, torch.device("meta"))))
@@ -153,7 +153,7 @@ def refilled(inputs: Inputs, way: str) -> list[Tensor]:
 
     def fill(lengths: tuple[int, ...]) -> None:
         with torch.inference_mode(way == "inference"):
-            buffer.copy_(starts_of(lengths))
+            buffer.copy_(starts_of_lengths(lengths))
 
     def call(lengths: tuple[int, ...]) -> Tensor:
         fill(lengths)
@@ -175,7 +175,7 @@ def test_starts_refilled_before_backward(way: str) -> None:
 
 def test_starts_copied_under_inference_mode_serve_training() -> None:
     layer = NSAttention(24, num_heads=4, num_kv_heads=2, config=SMALL, rope=RotaryEmbedding(6), device="meta")
-    x, starts = torch.empty(23, 24, device="meta"), starts_of((11, 12))
+    x, starts = torch.empty(23, 24, device="meta"), starts_of_lengths((11, 12))
     with torch.inference_mode():
         layer(x, cu_seqlens=starts)
     layer(x, cu_seqlens=starts).sum().backward()
@@ -186,7 +186,7 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
     """Nothing on the GPU is read: these tokens are nowhere."""
     with FakeTensorMode():
         q, k, v = (torch.empty(20, H, 8, device="cuda") for H in (4, 2, 2))
-    call = Call(q, k, v, cu_seqlens=starts_of((3, 17)))
+    call = Call(q, k, v, cu_seqlens=starts_of_lengths((3, 17)))
     spec = check_inputs(call, config=SMALL, softmax_scale=None, max_seqlen=None, causal=True)
     assert spec.lengths == (3, 17)
 
@@ -208,7 +208,7 @@ def test_means_beside_too_few_rows_of_the_caller_stay_in_memory(name: str, left_
     few = {name: torch.zeros(1, 2, 64, dtype=torch.bfloat16)}
     with stubbed_layer():
         LAUNCHED.clear()
-        nsa(q, k, v, cu_seqlens=starts_of(LENGTHS), backend="cute", **few)
+        nsa(q, k, v, cu_seqlens=starts_of_lengths(LENGTHS), backend="cute", **few)
     (args,) = (args for (kernel, *_), args in LAUNCHED if "mean_pool" in str(kernel))
     means = [x for x in args[2:5] if x is not None]
     assert means and all(len(x) >= sum(map(NSAConfig().compressed_length, LENGTHS)) for x in means)
@@ -222,7 +222,7 @@ def test_kernels_are_launched_without_a_look_at_starts(
     monkeypatch.setattr(checks, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
     for name in ("tolist", "item", "nonzero", "__bool__"):
         monkeypatch.setattr(Tensor, name, None)
-    starts, config, of_tiles = starts_of(LENGTHS), NSAConfig(), NSAConfig(q_tile=32)
+    starts, config, of_tiles = starts_of_lengths(LENGTHS), NSAConfig(), NSAConfig(q_tile=32)
     q, k, v = halves(4, 2, 2)
     weights = torch.randn(4, 3, 64, dtype=torch.bfloat16), torch.randn(2, 64, 64, dtype=torch.bfloat16)
     given = dict(zip(("gate_weight", "compress_k_weight"), (x.requires_grad_() for x in weights)))
@@ -252,7 +252,7 @@ def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(q_tile: int, 
     (q, k, v), options = halves(4, 2, 2), dict(config=NSAConfig(q_tile=q_tile), backend="cute", return_aux=True)
     with stubbed_layer():
         for lengths in (LENGTHS, (sum(LENGTHS),), (500, 524)):
-            o, aux = nsa(q, k, v, cu_seqlens=starts_of(lengths), **options)
+            o, aux = nsa(q, k, v, cu_seqlens=starts_of_lengths(lengths), **options)
             torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
             tiles = 1024 // q_tile + (len(lengths) - 1) * (q_tile > 1)
             assert aux.block_indices.shape == (tiles, 2, NSAConfig().list_width(1024))
@@ -265,7 +265,7 @@ def assert_unread(
 
     exact: gradients too, to the bit.
     """
-    on_host, on_gpu = ({name: starts_of(x, on) for name, x in lengths.items()} for on in ("cpu", "cuda"))
+    on_host, on_gpu = ({name: starts_of_lengths(x, on) for name, x in lengths.items()} for on in ("cpu", "cuda"))
     want, _ = (step(call, of, **starts) for starts in (on_host, on_gpu))
     with no_waits():
         got = step(call, of, **on_gpu)
@@ -336,7 +336,10 @@ def test_lists_alone_with_starts_on_the_gpu(Hq: int, tile: int, more: dict) -> N
 @pytest.mark.parametrize("q_tile", [1, 32, 128])
 def test_lists_are_returned_without_a_look_at_starts(q_tile: int) -> None:
     q, k, v = (x.detach().cuda() for x in halves(4, 2, 2))
-    call, starts = partial(nsa, q, k, v, config=NSAConfig(q_tile=q_tile), return_aux=True), starts_of(LENGTHS, "cuda")
+    call, starts = (
+        partial(nsa, q, k, v, config=NSAConfig(q_tile=q_tile), return_aux=True),
+        starts_of_lengths(LENGTHS, "cuda"),
+    )
     want, _ = (call(cu_seqlens=x)[1] for x in (starts.cpu(), starts))
     with no_waits():
         got = call(cu_seqlens=starts, max_seqlen=723)[1]
@@ -353,7 +356,7 @@ def test_lists_are_returned_without_a_look_at_starts(q_tile: int) -> None:
 @pytest.mark.gpu
 def test_wrong_starts_on_the_gpu_are_found_where_asked_for() -> None:
     q, k = (torch.randn(1, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2))
-    starts, lists = starts_of((2,), "cuda"), torch.zeros(1, 2, 1, dtype=torch.int32, device="cuda")
+    starts, lists = starts_of_lengths((2,), "cuda"), torch.zeros(1, 2, 1, dtype=torch.int32, device="cuda")
     for call in (partial(nsa, q, k, k), partial(selected_attention, q, k, k, lists, block_size=64)):
         with pytest.raises(ValueError, match="cu_seqlens must end at the 1 tokens"):
             call(cu_seqlens=starts, validate=True)
@@ -365,9 +368,9 @@ def test_wrong_starts_on_the_gpu_are_found_where_asked_for() -> None:
 @pytest.mark.gpu
 def test_a_captured_call_takes_other_starts() -> None:
     module, x = module_and_tokens()
-    of, starts = [x, *module.parameters()], starts_of(LENGTHS, "cuda")
+    of, starts = [x, *module.parameters()], starts_of_lengths(LENGTHS, "cuda")
     graph, static = capture(lambda: step(partial(module, x), of, cu_seqlens=starts), warm_ups=3)
     for lengths in (OTHERS, LENGTHS):
-        starts.copy_(starts_of(lengths))
+        starts.copy_(starts_of_lengths(lengths))
         graph.replay()
-        assert_near(static, step(partial(module, x), of, cu_seqlens=starts_of(lengths)))
+        assert_near(static, step(partial(module, x), of, cu_seqlens=starts_of_lengths(lengths)))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from layer_calls import assert_near, gradients, starts_of
+from layer_calls import assert_near, gradients
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.rope import RotaryEmbedding
 
 Tensor = torch.Tensor
@@ -55,7 +56,7 @@ class Place:
         return [x.to(self.device, self.dtype).requires_grad_() for x in each]
 
     def starts(self, lengths: Iterable[int]) -> Tensor:
-        return starts_of(lengths, self.device)
+        return starts_of_lengths(lengths, self.device)
 
 
 SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)

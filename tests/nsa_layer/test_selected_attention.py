@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from layer_calls import no_waits, starts_of
+from layer_calls import no_waits
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from fuzz.oracle import dense
 from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected_attention
 from nsa_layer.call import Call
-from nsa_layer.checks import Q_TILES, check_selected, tile_of_lists, tile_of_packed_lists
+from nsa_layer.checks import Q_TILES, check_selected, starts_of_lengths, tile_of_lists, tile_of_packed_lists
 from nsa_tools.measure.timing import capture
 from nsa_tools.testing import cases
 from nsa_tools.testing.cases import make_inputs, run
@@ -91,7 +91,7 @@ def drawn(case: Case, device: str = "cpu") -> tuple[dict[str, Any], Tensor]:
     elif case.q_offset != "end":
         given["q_offset"] = case.q_offset
     if case.packed:
-        given |= dict(cu_seqlens=starts_of(of_q), cu_seqlens_k=starts_of(of_k))
+        given |= dict(cu_seqlens=starts_of_lengths(of_q), cu_seqlens_k=starts_of_lengths(of_k))
     return given, normal(sum(of_q), Hq, Dv)
 
 
@@ -185,7 +185,7 @@ def test_starts_are_read_once(lists: int, tile: int, monkeypatch: pytest.MonkeyP
     """A look at those on a GPU waits for it."""
     looks, look = [], Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda x: looks.append(x) or look(x))
-    q, k, starts = torch.zeros(12, 2, 8), torch.zeros(12, 1, 8), starts_of((1, 1, 1, 1, 8))
+    q, k, starts = torch.zeros(12, 2, 8), torch.zeros(12, 1, 8), starts_of_lengths((1, 1, 1, 1, 8))
     call = Call(q, k, k, cu_seqlens=starts, block_indices=torch.zeros(lists, 1, 1, dtype=torch.int32))
     static = dict(block_size=8, softmax_scale=None, causal=True, deterministic=False)
     assert check_selected(call, **static).config.q_tile == tile and len(looks) == 1

@@ -1,20 +1,14 @@
-"""Tensors for tests of the layer's kernels: starts of sequences, fake ones, and memory that is used before."""
+"""Tensors for tests of the layer's kernels: fake ones, and memory that is used before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
-
-
-def starts(counts: Iterable[int], device: torch.device | str = "cuda") -> torch.Tensor:
-    """int32 [counts + 1]: where sequences of so many rows start, and the end."""
-    return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32, device="cpu").to(device)
 
 
 def faked(make: Callable[[], Any]) -> Any:

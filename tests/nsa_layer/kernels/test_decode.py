@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from fa_compile import Worker
-from kernel_cases import faked, starts
+from kernel_cases import faked
 
 from nsa_layer import NSAConfig
 from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call, CallSpec, KVCache
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import BRANCHES
 from nsa_layer.eager.pooling import compress
 from nsa_layer.kvcache.eager import attend_cached as attend_in_pytorch
@@ -130,7 +131,7 @@ class Case:
         if self.given:
             made |= {name: join(parts[name]) for name in COMPRESSED_CACHES}
         if self.queries:
-            made["cu_seqlens"] = starts(self.queries, device)
+            made["cu_seqlens"] = starts_of_lengths(self.queries, device)
         before = [S - T if self.new else S for S, T in zip(self.lengths, self.T_of)]
         made["cache_seqlens"] = torch.tensor(before, dtype=torch.int32, device=device)
         if self.gate == "weight":

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from fa_compile import Worker
-from kernel_cases import faked, starts
+from kernel_cases import faked
 
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.eager.forward import gate_values
 from nsa_layer.eager.forward import gated_sum as weighted_sum
 
@@ -86,7 +87,7 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         gates[..., 0, 0] = 0.0
     if not case.window:
         outputs, lses = (*outputs[:-1], None), (*lses[:-1], None)
-    cu_seqlens = None if case.lengths is None else starts(case.lengths, device)
+    cu_seqlens = None if case.lengths is None else starts_of_lengths(case.lengths, device)
     return Inputs(q, outputs, lses, do, weight, gates, cu_seqlens)
 
 

@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 import torch
 from fa_compile import shared_worker
-from kernel_cases import starts
 from test_select_blocks import BY_INDEX, VARIANTS, Ranges, changed, traced_layer
 
 from nsa_layer.call import Call, Saved
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.eager import forward as eager_forward
 from nsa_layer.eager import index as eager_index
 from nsa_tools.testing.cases import make_inputs
@@ -48,7 +48,7 @@ def call_of(name: str, *, integers: bool = False, G: int = 4, ranges: Ranges | N
             parts = [x[first:end] for x, (first, end) in zip(tensors[of].split(case.lengths), ranges)]
             tensors[of] = torch.cat(parts)
         offsets = torch.tensor([first for first, _ in ranges]).int().cuda()
-        positions = dict(q_offset=offsets, cu_seqlens=starts(sizes), cu_seqlens_k=inputs.cu_seqlens)
+        positions = dict(q_offset=offsets, cu_seqlens=starts_of_lengths(sizes, "cuda"), cu_seqlens_k=inputs.cu_seqlens)
         spec = replace(spec, lengths=sizes, lengths_k=case.lengths)
     return Call(**tensors, **dict(cu_seqlens=inputs.cu_seqlens) | positions, spec=spec)
 

@@ -10,9 +10,10 @@ from itertools import accumulate
 import pytest
 import torch
 from fa_compile import Worker
-from kernel_cases import poison, starts
+from kernel_cases import poison
 
 from fuzz.blocks import each_tensor
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.union_lists import key_csr
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
@@ -150,10 +151,16 @@ def made(case: Case, lists: list[torch.Tensor]):
         where |= dict(q_offset=torch.tensor(case.offsets, dtype=torch.int32, device="cpu").to(device))
     unions_at, pairs_at = {}, dict(heads=case.Hkv // case.parts)
     if case.packed:
-        where |= dict(cu_seqlens=starts(case.sequences, device), cu_lists=starts(case.lists, device))
+        where |= dict(
+            cu_seqlens=starts_of_lengths(case.sequences, device), cu_lists=starts_of_lengths(case.lists, device)
+        )
         tiles, blocks = tiles_of(case), blocks_of(case)
-        unions_at |= dict(cu_seqlens_k=starts(case.keys, device), cu_tiles=starts(tiles, device), tiles=sum(tiles) + 1)
-        pairs_at |= dict(cu_blocks=starts(blocks, device), blocks=sum(blocks), queries=sum(case.sequences))
+        unions_at |= dict(
+            cu_seqlens_k=starts_of_lengths(case.keys, device),
+            cu_tiles=starts_of_lengths(tiles, device),
+            tiles=sum(tiles) + 1,
+        )
+        pairs_at |= dict(cu_blocks=starts_of_lengths(blocks, device), blocks=sum(blocks), queries=sum(case.sequences))
     for _ in range(2):
         poison(device)
         where |= dict(block_size=case.block_size, causal=case.causal)
@@ -318,7 +325,7 @@ def both_lists(case: Case, lists: torch.Tensor) -> tuple:
     static = dict(block_size=case.block_size, q_tile=case.q_tile, kv_tile=case.kv_tile, causal=case.causal)
     if case.packed:
         tiles = [[-(-T // size) for T in case.lengths] for size in (case.q_tile, case.kv_tile)]
-        static |= dict(zip(("cu_tiles", "cu_rows"), (starts(of, lists.device) for of in tiles)))
+        static |= dict(zip(("cu_tiles", "cu_rows"), (starts_of_lengths(of, lists.device) for of in tiles)))
         rows = dict(rows=sum(tiles[1]))
     counts = (lists >= 0).sum(-1, dtype=torch.int32)
     forward = forward_lists(lists, counts, T, **static)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from fa_compile import Worker, noted
-from kernel_cases import poison, starts
+from kernel_cases import poison
 
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.chunked import sum_rounded
 from nsa_layer.eager import pooling
@@ -57,7 +58,7 @@ class Case:
         if self.lengths is None:
             return {}
         blocks = map(self.config.compressed_length, self.lengths)
-        return dict(cu_seqlens=starts(self.lengths), cu_blocks=starts(blocks))
+        return dict(cu_seqlens=starts_of_lengths(self.lengths, "cuda"), cu_blocks=starts_of_lengths(blocks, "cuda"))
 
     @property
     def blocks(self) -> int:

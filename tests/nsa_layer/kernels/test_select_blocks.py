@@ -10,10 +10,11 @@ from itertools import product
 import pytest
 import torch
 from fa_compile import Worker, shared_worker
-from kernel_cases import faked, starts
+from kernel_cases import faked
 
 from nsa_layer import NSAConfig, reference
 from nsa_layer.call import Call
+from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import BRANCHES
 from nsa_layer.eager.pooling import mean_pool
 from nsa_tools.testing.assertions import assert_same_choice
@@ -183,11 +184,13 @@ def selected(inputs: Inputs, lse: Tensor | None = None, ranges: Ranges | None = 
         where = dict(q_offset=torch.tensor([first for first, _ in ranges]).int().to(device), max_seqlen_k=max(lengths))
         where |= dict(cu_seqlens_k=inputs.cu_seqlens) if packed else {}
     if packed:
-        where |= dict(cu_seqlens=inputs.cu_seqlens if ranges is None else starts(sizes, device), max_seqlen=max(sizes))
+        where |= dict(
+            cu_seqlens=inputs.cu_seqlens if ranges is None else starts_of_lengths(sizes, device), max_seqlen=max(sizes)
+        )
     if case.index_dim:
         return select_by_index(rows(q, 0), inputs.k_index, config=config, **where)
     if packed:
-        where["cu_blocks"] = starts(map(config.compressed_length, lengths), device)
+        where["cu_blocks"] = starts_of_lengths(map(config.compressed_length, lengths), device)
     if config.by_token:
         return token_topk(rows(q, 0), inputs.k_cmp, rows(lse, 1), **static, **where)
     where.pop("max_seqlen", None)
