@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
 from hf_cases import CONFIG, MARKS, SIZES, tokens
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -303,12 +306,15 @@ def plain_attention(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Te
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_weights_of_fla_give_the_logits_of_their_layout(bias: bool) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
-    names: dict[str, Callable] = {}
-    exec(page.split("## From fla")[1].split("```python")[1].split("```")[0], names)
+def test_weights_of_fla_give_the_logits_of_their_layout(
+    bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, ids = fla_weights(bias), tokens(80)
-    model = names["from_fla"](weights, FLA | dict(qkv_bias=bias)).eval()
+    save_file({name: x.contiguous() for name, x in weights.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(FLA | dict(qkv_bias=bias)))
+    monkeypatch.setattr("sys.argv", ["from_fla.py", str(tmp_path), str(tmp_path / "ours")])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "from_fla.py"), run_name="__main__")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     torch.testing.assert_close(model(ids[None]).logits[0].double(), plain_logits(weights, ids), rtol=0, atol=2e-5)
     projections = model.model.layers[0].self_attn
     assert (projections.q_proj.bias is not None) == bias and projections.o_proj.bias is None
