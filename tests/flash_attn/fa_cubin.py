@@ -17,9 +17,9 @@ LEFT = 0xFF00  # of a DEPBAR's second word: how many groups of products may stil
 
 
 def cubins(launch: Callable[[], Any], kind: str = "") -> list[bytes]:
-    """The cubins of a call's kernels, by their names; of classes of modules whose names hold `kind`; in a worker.
+    """The cubins of a call's kernels, by their names; of classes whose names, modules before them, hold `kind`.
 
-    Other kernels are only traced.
+    In a worker; other kernels are only traced.
     """
     import cutlass.cute as cute
     from cutlass.cutlass_dsl import CuTeDSL
@@ -30,7 +30,7 @@ def cubins(launch: Callable[[], Any], kind: str = "") -> list[bytes]:
 
         def kept(kernel: Any, *args: Any, options: str) -> Any:
             with patch.context() as others:
-                if kind not in kernel.__module__:
+                if kind not in f"{kernel.__module__}.{type(kernel).__name__}":
                     others.setattr(CuTeDSL._get_dsl().envar, "dryrun", True)
                 return compile_(kernel, *args, options=f"{options} --keep-cubin --dump-dir {dumps}")
 
@@ -54,7 +54,7 @@ class Code(NamedTuple):
 
 
 def machine_code(compile_: Callable[..., Any], *args: Any, kind: str = "") -> list[Code]:
-    """The code of a call's kernels, of those whose modules' names hold `kind`; in a worker."""
+    """The code of a call's kernels, of classes whose names, modules before them, hold `kind`; in a worker."""
     code = cubins(lambda: compile_(*args), kind)
     return [Code(_frames(cubin), _serialized(cubin), _exponentials_under_products(cubin)) for cubin in code]
 
