@@ -21,7 +21,7 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import CP, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.operators.layer import CONFIG, reads_output, static_arguments
+from nsa_layer.operators.layer import CONFIG, output_gradient, reads_output, static_arguments
 from nsa_layer.operators.registration import OPS, as_output, differentiate, dispatcher_sees, none_for_empty, register
 from nsa_layer.saved_shapes import fitted
 
@@ -116,9 +116,8 @@ class _Attend(torch.autograd.Function):
         d_sums = more[SUMS]  # that of every step and shard: their sums are added up
         if do is None and d_sums is None:
             return (None,) * len(ctx.needs_input_grad)
-        if do is None:  # of the loss alone
-            q, _, v = ctx.saved_tensors[:3]
-            do = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        tensors = ctx.saved_tensors  # a checkpoint lets them be read once
+        do = output_gradient(do, *tensors[:3:2])
         run = OPS.gather_backward.default if ctx.dispatched or dispatcher_sees(do) else _run_backward
         count, static = len(TENSORS), ctx.static
 
@@ -126,7 +125,7 @@ class _Attend(torch.autograd.Function):
             return tuple(map(none_for_empty, run(do, d_sums, list(saved[:count]), list(saved[count:]), *static)))
 
         compute = gradients if torch.compiler.is_compiling() else partial(first_derivatives, gradients)
-        grads = compute(do, d_sums, *ctx.saved_tensors)
+        grads = compute(do, d_sums, *tensors)
         return None, *grads, *[None] * (count - len(grads))
 
 

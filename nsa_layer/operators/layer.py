@@ -92,13 +92,17 @@ class Attend(derivatives.ReverseMode):
             needs = (*needs[:-2], False, False)
         if do is None and d_sums is None:
             return (None,) * len(ctx.needs_input_grad)
-        if do is None:  # of the loss alone
-            q, _, v = ctx.saved_tensors[:3]
-            do = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        tensors = ctx.saved_tensors  # a checkpoint lets them be read once
+        do = output_gradient(do, *tensors[:3:2])
         run = BACKWARD_OP if ctx.dispatched or needs_dispatcher((do,)) else _backward
-        grads = derivatives.first_derivatives(run, do, d_sums, *ctx.saved_tensors, *ctx.static, needs)
+        grads = derivatives.first_derivatives(run, do, d_sums, *tensors, *ctx.static, needs)
         grads = (d if need else None for d, need in zip(grads, needs, strict=True))
         return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - COUNT)
+
+
+def output_gradient(do: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    """do; zeros where the index' loss alone has a gradient."""
+    return q.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
 
 
 def static_arguments(spec: CallSpec) -> dict[str, Any]:

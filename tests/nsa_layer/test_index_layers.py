@@ -161,6 +161,18 @@ def test_ways_to_train_give_the_same_gradients_which_add_up(way: str) -> None:
         index_loss(made)
 
 
+def test_the_loss_alone_trains_behind_a_checkpoint() -> None:
+    """Backward begins at the loss, and reads saved tensors once."""
+    made, x = layer(config=INDEX.replace(branches=("selected", "window")), index_dim=4), inputs(2, 70).requires_grad_()
+    of_index = [parameter for name, parameter in made.named_parameters() if "_index" in name]
+    made(x)
+    expected = torch.autograd.grad(index_loss(made), of_index)
+    checkpoint(made, x, use_reentrant=False)
+    for d, of_layer in zip(torch.autograd.grad(index_loss(made), of_index), expected, strict=True):
+        assert d.any()
+        torch.testing.assert_close(d, of_layer)
+
+
 PROPORTIONAL = dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=100.0)  # the last pairs stand still
 DENSE = {
     "llama": ("Llama", dict(attention_bias=True)),
