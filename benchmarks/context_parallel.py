@@ -63,8 +63,8 @@ def attend(shape: Shape, inputs: Inputs, do: torch.Tensor, **options: object) ->
     results = nsa(**inputs, **shape.options(), **options)
     o, *losses = results if isinstance(results, tuple) else (results,)
     grads = torch.autograd.grad([o, *losses], list(inputs.values()), [do, *map(torch.ones_like, losses)])
-    found = dict(o=o.detach()) | {f"d{name}": d for name, d in zip(inputs, grads)}
-    return found | {"index loss": loss.detach() for loss in losses}
+    by_name = dict(o=o.detach()) | {f"d{name}": d for name, d in zip(inputs, grads)}
+    return by_name | {"index loss": loss.detach() for loss in losses}
 
 
 def parts_of(inputs: Inputs, do: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tuple[Inputs, torch.Tensor]:

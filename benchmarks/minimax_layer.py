@@ -68,9 +68,9 @@ def layer(name: str, device: str, dtype: torch.dtype, **sizes: int) -> nn.Module
     config._attn_implementation = "fork" if name == "dense" else "sdpa"
     torch.manual_seed(0)
     with torch.device(device):
-        made = modeling_minimax_m3_vl.MiniMaxM3VLAttention(config, 0).to(dtype)
-        made.rotary = modeling_minimax_m3_vl.MiniMaxM3VLRotaryEmbedding(config)
-    return use_nsa_kernels(made) if name == "nsa" else made
+        layer = modeling_minimax_m3_vl.MiniMaxM3VLAttention(config, 0).to(dtype)
+        layer.rotary = modeling_minimax_m3_vl.MiniMaxM3VLRotaryEmbedding(config)
+    return use_nsa_kernels(layer) if name == "nsa" else layer
 
 
 def measure(T: int, layers: dict[str, nn.Module], repeats: int) -> list[dict]:

@@ -305,7 +305,7 @@ class _KeyPass:
         return dk, dv, noise.abs().amax(1), d_weight.to(self.dtype)
 
     def _visible(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Which queries of a chunk see the sampled keys of each branch, bool [rows, K]."""
+        """Visibility of the sampled keys of each branch from a chunk's queries, bool [rows, K]."""
         config, tile, later = self.config, self.config.q_tile, self.tokens <= t[:, None]
         tiles = self.call.block_indices[t[0] // tile : t[-1] // tile + 1, self.head]
         own = (self.tokens // config.block_size).to(tiles.dtype)

@@ -135,7 +135,7 @@ def test_outputs_may_be_changed_in_place(group: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @by_ranks()
 def test_an_index_trains_alone(group: Any, mode: str) -> None:
-    """Of a frozen model the output has no graph; a few heads at a time."""
+    """The output of a frozen model has no graph; a few heads at a time."""
     cp = ContextParallel(group, mode=mode)
     inputs = make_inputs(Case(T=96, Hq=8, Hkv=4, D=8, dtype=torch.float64, config=INDEX, gate="none", index_dim=4))
 

@@ -107,7 +107,7 @@ def test_later_tokens_change_nothing(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 @pytest.mark.parametrize("t", [16, 77, 96])
 def test_later_tokens_change_no_bit_of_the_loss_and_have_none_of_its_gradients(t: int, backend: str) -> None:
-    """Of the first t queries, which have all keys: output, lists, scores, sums of the loss; and m of each block."""
+    """Output, lists, scores, sums of the loss, and m of each block, of the first t queries among all keys."""
     case = OPERATOR["all branches"]
     results, keys = [], ("k", "v", "k_index")
     for last in (make_inputs(case), make_inputs(replace(case, seed=1))):

@@ -42,7 +42,7 @@ class BlockSums:
 
     @cute.jit
     def write(self, probabilities: cute.Tensor, words: tuple[Int32, ...], softmax: UnionSoftmax) -> None:
-        """Of the entry with these words, whose probabilities `softmax` has just made."""
+        """Write the sums of the entry with these words, whose probabilities `softmax` has just computed."""
         mask = self.mask
         if softmax.any_row([softmax.hidden[r] == 0.0 for r in range(ROWS_OF_THREAD)]):
             P, parts = layout_utils.reshape_acc_to_mn(probabilities), mask.parts(words)

@@ -115,7 +115,7 @@ def assert_loss(call: Call, *, exact: bool) -> None:
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("name", BY_INDEX)
 def test_loss(name: str) -> None:
-    """Of integers, whose scores are exact and tie often, and of real numbers."""
+    """Loss and gradients, for integers, whose scores are exact and tie often, and for real numbers."""
     size = BY_INDEX[name].get("block_size", 64)
     options = dict(G={16: 4, 32: 2}.get(size, (1, 3, 4, 16)[len(name) % 4]))
     if name == "packed, last queries":
