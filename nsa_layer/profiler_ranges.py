@@ -38,6 +38,11 @@ def component(name: str) -> AbstractContextManager:
     return torch.profiler.record_function(f"nsa_layer::{name}") if _is_profiled() else _NOTHING
 
 
+def is_observed() -> bool:
+    """True if ranges are seen."""
+    return _opener is not None or _is_profiled()
+
+
 @contextmanager
 def observed(opener: Opener) -> Iterator[None]:
     """While entered, every `component(name)` of this process is ``opener(name)``."""

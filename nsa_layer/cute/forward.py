@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from flash_attn.cute.fwd_unions.interface import forward_unions
+from flash_attn.cute.interface import _flash_attn_fwd
 from flash_attn.cute.lists.query_bits import block_sums
 from flash_attn.cute.mma.form import use_mma_sync
-from flash_attn.cute.runtime import replay
 from nsa_layer.call import Call, CallSpec, Saved, Signature, lse_shape
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.head_slices import head_group, join_saved, narrow, query_heads
@@ -175,7 +175,9 @@ def attend_branch(
     if k.shape[-3] == 0:
         lse = q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32)
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse
-    return replay.attend(q, k, v, into, softmax_scale=spec.softmax_scale, **options)
+    if into is not None:
+        options = options | dict(out=into[0], lse=into[1])
+    return _flash_attn_fwd(q, k, v, return_lse=True, softmax_scale=spec.softmax_scale, **options)[:2]
 
 
 def attend_selected(

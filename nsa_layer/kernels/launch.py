@@ -18,6 +18,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.runtime import launches
 from flash_attn.cute.runtime.lazy_imports import import_compiler
 from nsa_layer.support import device_arch
 
@@ -52,7 +53,7 @@ def launch(name: str, kernel: type, static: tuple[Hashable, ...], *arguments: ob
     if compiled is None:
         compiled = _compiled[entry] = _load_or_compile(name, entry[2:], lambda: _compile(kernel(*static), arguments))
     if not is_fake(first):
-        compiled(*arguments)
+        launches.of(compiled)(*arguments)
 
 
 def rows_aligned(x: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from nsa_layer.checks import check_compressed, check_lists, check_positions, hos
 from nsa_layer.config import CONFIG_FIELDS, NSAConfig
 from nsa_layer.cute.memory_plan import NOTHING, MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher, none_for_empty
+from nsa_layer.operators.tape import replayed
 from nsa_layer.saved_shapes import saved_shapes
 
 Tensor = torch.Tensor
@@ -137,6 +138,7 @@ def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | 
     return with_lengths(call, bound, read=host_reads(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))
 
 
+@replayed
 def _forward(*args: Any) -> tuple[Tensor | None, ...]:
     """o, the fields of `Saved`, and copies of starts of queries and of keys.
 
@@ -168,6 +170,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *starts
 
 
+@replayed
 def _backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the differentiable tensors, None where none is needed.
 

@@ -10,6 +10,13 @@ import torch
 import torch.distributed as dist
 
 from fuzz.rank_processes import ranks
+from nsa_layer.operators import tape
+
+
+@pytest.fixture(autouse=True)
+def no_tapes() -> None:
+    """Calls of an earlier test leave none, which would not see what a test replaces."""
+    tape.forget()
 
 
 @pytest.fixture(scope="session")

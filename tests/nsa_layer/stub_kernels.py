@@ -21,6 +21,7 @@ def stubs() -> Iterator[None]:
     from flash_attn.cute.mma.host import CompiledKernels
     from nsa_layer.cute import pages, selected  # noqa: F401, all modules with kernels
     from nsa_layer.kernels import launch
+    from nsa_layer.operators import tape
 
     def compiled(*at: object) -> Callable[..., None]:
         return lambda *args: LAUNCHED.append((at, args))
@@ -40,6 +41,7 @@ def stubs() -> Iterator[None]:
         patch.setattr(interface, "_get_device_arch", lambda: 90)
         patch.setattr(selected, "_on_hopper", lambda device: True)
         patch.setattr(launch, "_compiled", {})
+        patch.setattr(tape, "_tapes", {})
         patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compiled(name, key))
         for module in [m for name, m in sys.modules.items() if name.startswith("flash_attn.cute.")]:
             for name, compiling in vars(module).items():

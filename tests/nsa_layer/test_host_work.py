@@ -12,18 +12,17 @@ import traceback
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
+import stub_kernels
 import torch
-from stub_kernels import LAUNCHED, launches, stubbed_layer, stubs
+from stub_kernels import LAUNCHED, stubbed_layer, stubs
 
-from flash_attn.cute.runtime import replay
 from nsa_layer import NSAConfig, checks, nsa
 from nsa_layer.call import Call
 from nsa_layer.cute import grad_accum
-from nsa_layer.cute.selected import query_lists
 from nsa_layer.cute.varlen import Varlen
+from nsa_layer.operators import tape
 from nsa_layer.projection import project, project_backward
 from nsa_layer.warm_up.lookup import ENVIRONMENT
 from nsa_tools.measure.peak_memory import peak_bytes
@@ -32,19 +31,21 @@ from nsa_tools.testing.cases import Case, make_inputs, run
 
 def test_the_way_of_a_call_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """From `nsa` to the first launch: eight frames in four files, with a gradient and no graph."""
-    launch, stacks = replay._Call.launch, []
+    stacks: list[traceback.StackSummary] = []
 
-    def noted(*args: object) -> object:
-        stacks.append(traceback.extract_stack()[:-1])
-        return launch(*args)
+    class Noted(list):
+        def append(self, launch: tuple) -> None:
+            stacks.append(traceback.extract_stack()[:-2])
 
-    monkeypatch.setattr(replay._Call, "launch", noted)
+    monkeypatch.setattr(stub_kernels, "LAUNCHED", Noted())
     q, k, v = (torch.randn(1, 1024, H, 64, dtype=torch.bfloat16, requires_grad=True) for H in (4, 2, 2))
     with stubbed_layer():
         for _ in range(2):
             nsa(q, k, v, backend="cute")
+        stacks.clear()
+        nsa(q, k, v, backend="cute")
     frames = [(Path(frame.filename).name, frame.name) for frame in stacks[0]]
-    way = [*frames[frames.index(("api.py", "nsa")) :], ("replay.py", "launch")]
+    way = frames[frames.index(("api.py", "nsa")) :]
     assert len(way) <= 8 and len({file for file, _ in way}) <= 4, way
 
 
@@ -167,7 +168,7 @@ def step(draw: random.Random) -> None:
     LAUNCHED.clear()
 
 
-BOUNDED = ((checks, "MOST_KEPT", "_passed"), (grad_accum, "MOST_KEPT", "_known"), (replay, "MOST", "_calls"))
+BOUNDED = ((checks, "MOST_KEPT", "_passed"), (grad_accum, "MOST_KEPT", "_known"), (tape, "MOST_TAPES", "_tapes"))
 
 
 def kept() -> Iterator[tuple[str, int]]:
@@ -202,83 +203,3 @@ def test_nothing_unbounded_grows_with_new_lengths(monkeypatch: pytest.MonkeyPatc
     # A kernel more for sizes that did not come before is one of a handful; one for each length would be sixty.
     grown = {name: (size, after[name]) for name, size in before.items() if after[name] > size + 4}
     assert not grown
-
-
-def tensors(**sizes: int) -> tuple[torch.Tensor, ...]:
-    of = dict(T=256, S=512, Hq=4, Hkv=2, D=128) | sizes
-    shapes = (of["T"], of["Hq"]), (of["S"], of["Hkv"]), (of["S"], of["Hkv"])
-    return tuple(torch.zeros(1, *shape, of["D"], dtype=torch.bfloat16) for shape in shapes)
-
-
-def lists() -> Any:
-    case = Case(T=256, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=4))
-    call = Call(*tensors(), q_offset=offset(), spec=case.spec)
-    return query_lists(call, Varlen.of(call), torch.zeros(1, 256, 2, 4, dtype=torch.int32))
-
-
-def offset() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32)
-
-
-CALLS = {
-    "causal": lambda: (tensors(), dict(causal=True, softmax_scale=0.1)),
-    "window": lambda: (tensors(), dict(window_size_left=63, window_size_right=0, q_offset=offset())),
-    "compressed": lambda: (tensors(S=8), dict(causal=True, compress_factor=64, compress_offset=63, q_offset=offset())),
-    "lists": lambda: (tensors(), dict(causal=True, block_sparse_tensors=lists(), pack_gqa=True, q_offset=offset())),
-}
-
-
-def told(call: Any, *out: torch.Tensor) -> list:
-    """The launches of a call of these tensors, with addresses told by the input."""
-    (q, k, v), options = call
-    named = [x for value in options.values() for x in (value if isinstance(value, tuple) else (value,))]
-    inputs = [q, k, v, *out, *(x for x in named if isinstance(x, torch.Tensor))]
-    return launches(lambda: replay.attend(q, k, v, *[out] * bool(out), **options), inputs)[0]
-
-
-@pytest.fixture
-def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
-    from flash_attn.cute import interface
-
-    monkeypatch.setattr(replay, "_calls", {})  # else they may become too many in the middle of a test
-    made, function = [], interface._flash_attn_fwd
-
-    def counted(*args: Any, **options: Any) -> Any:
-        made.append(options)
-        return function(*args, **options)
-
-    with stubs():
-        counted.compile_cache = function.compile_cache
-        monkeypatch.setattr(interface, "_flash_attn_fwd", counted)
-        yield made
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_the_same_is_launched_for_other_tensors(interface: list, name: str) -> None:
-    first, again = told(CALLS[name]()), told(CALLS[name]())
-    assert len(first) == len(interface) == 1 and again == first
-
-
-def test_calls_apart_are_not_taken_for_one_another(interface: list) -> None:
-    """Nor those whose tensors are not known by address: k is v, or v is copied."""
-    (q, k, v), options = CALLS["window"]()
-    calls = [((q, k, v), options), (tensors(T=128), options), ((q, k, v), options | dict(window_size_left=31))]
-    heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
-    calls += [((q.half(), k.half(), v.half()), options), ((q, heads_first, v), options)]
-    causal, copied = CALLS["causal"]()[1], torch.zeros(1, 512, 2, 129, dtype=torch.bfloat16)[..., :128]
-    unknown = [((q, k, x), causal) for x in (k, copied)]
-    for call in (calls + unknown) * 2:
-        told(call)
-    assert len(interface) == len(calls) + 2 * len(unknown)
-
-
-def test_gradients_are_left_out_and_outputs_that_are_given_are_written(interface: list) -> None:
-    """By the first call and by those after."""
-    (q, k, v), options = CALLS["causal"]()
-    o, lse = torch.zeros_like(q), torch.zeros(1, 4, 256)
-    for x in (q, q.detach().requires_grad_()):
-        with torch.no_grad():
-            noted = told(((x, k, v), options), o, lse)
-        places = [arg[0] for _, args in noted for arg in args if isinstance(arg[0], tuple)]
-        assert places == [("input", i) for i in range(5)]
-    assert len(interface) == 1

@@ -1,0 +1,29 @@
+"""Launches of kernels, for who wants to make them again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import local
+from typing import Any
+
+_thread = local()
+
+
+@contextmanager
+def observed(observer: Callable[[Callable, tuple], None]) -> Iterator[None]:
+    """While entered, ``observer(kernel, arguments)`` is called before each launch by this thread."""
+    _thread.observer = observer
+    try:
+        yield
+    finally:
+        del _thread.observer
+
+
+def of(compiled: Callable) -> Callable:
+    """The compiled kernel, with launches that an observer is told of."""
+    return partial(_launch, compiled) if hasattr(_thread, "observer") else compiled
+
+
+def _launch(compiled: Callable, *args: Any) -> Any:
+    _thread.observer(compiled, args)
+    return compiled(*args)
