@@ -2,7 +2,8 @@
 
 A warp has up to 32 tokens of a tile of 128 rows, goes through the tile's union of lists, and multiplies by mma.sync
 what any of its tokens lists. Operands go from memory to registers: a lane holds neighbouring numbers of a row, a
-quarter of it, since the order of a product's terms is free as long as it is that of both operands.
+quarter of it, since the order of a product's terms is free as long as it is that of both operands. Loads of several
+products, and the next entry of the union, are under way before the first is multiplied.
 """
 
 import cutlass
@@ -16,6 +17,7 @@ from nsa_layer.support import UNION_BLOCK, UNION_ROWS
 
 WARP, WARPS = 32, 4  # threads, and warps of a CTA
 SIDE = 8  # keys of a product, and half of its tokens
+MOST_AHEAD = 256  # dimensions of keys that are loaded before the first is multiplied
 
 
 class BestTokens:
@@ -73,37 +75,49 @@ class BestTokens:
         tile."""
         (q, k, best), (count, blocks, bits) = of_head, union
         halves, steps, each = self.halves, self.D // 16, self.D // 4
+        products = UNION_BLOCK // self.shares // SIDE  # of an entry's block
+        ahead = min(products, max(1, MOST_AHEAD // self.D))
         g, x = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
         mma = cute.make_tiled_mma(warp.MmaF16BF16Op(q.element_type, Float32, (16, 8, 16)))
         a = cute.make_rmem_tensor(((2, 2, 2), halves // 2, steps), q.element_type)
         b = cute.make_rmem_tensor(((2, 2), 1, steps), q.element_type)
         acc = cute.make_rmem_tensor(((2, 2), halves // 2, 1), Float32)
-        loaded = cute.make_rmem_tensor((each,), q.element_type)
+        loaded = cute.make_rmem_tensor((each, ahead), q.element_type)
         for half in cutlass.range_constexpr(halves):
             at = cutlass.min(row + half * SIDE + g, q.shape[0] - 1)
-            cute.autovec_copy(cute.local_tile(q[at, None], (each,), (x,)), loaded)
+            cute.autovec_copy(cute.local_tile(q[at, None], (each,), (x,)), loaded[None, 0])
             for i in cutlass.range_constexpr(each):
-                a[(i % 2, half % 2, i // 2 % 2), half // 2, i // 4] = loaded[i]
+                a[(i % 2, half % 2, i // 2 % 2), half // 2, i // 4] = loaded[i, 0]
         listed, current, tokens = (cute.make_rmem_tensor((halves,), Int32) for _ in range(3))
         tops, scores = (cute.make_rmem_tensor((halves,), Float32) for _ in range(2))
         listed.fill(0)
         current.fill(-1)
+        coming, block_of_coming = cute.make_rmem_tensor((self.shares,), Int32), blocks[0]
+        for share in cutlass.range_constexpr(self.shares):
+            coming[share] = bits[0, share * self.words_of_block + part]
         for entry in cutlass.range(count, unroll=1):
-            first = blocks[entry] * UNION_BLOCK
+            first, words = block_of_coming * UNION_BLOCK, [coming[share] for share in range(self.shares)]
+            following = cutlass.min(entry + 1, count - 1)
+            block_of_coming = blocks[following]
             for share in cutlass.range_constexpr(self.shares):
-                word = bits[entry, share * self.words_of_block + part]
+                coming[share] = bits[following, share * self.words_of_block + part]
+            for share in cutlass.range_constexpr(self.shares):
+                word = words[share]
                 if word != 0:
                     scores.fill(-Float32.inf)
                     tokens.fill(0)
-                    for i in cutlass.range_constexpr(UNION_BLOCK // self.shares // SIDE):
-                        column = share * (UNION_BLOCK // self.shares) + i * SIDE
-                        at = cutlass.min(first + column + g, keys - 1)
-                        cute.autovec_copy(cute.local_tile(k[at, None], (each,), (x,)), loaded)
+                    for i in cutlass.range_constexpr(products):
+                        if const_expr(i % ahead == 0):
+                            for n in cutlass.range_constexpr(ahead):
+                                at = first + (share * products + i + n) * SIDE + g
+                                key = k[cutlass.min(at, keys - 1), None]
+                                cute.autovec_copy(cute.local_tile(key, (each,), (x,)), loaded[None, n])
                         for e in cutlass.range_constexpr(each):
-                            b[(e % 2, e // 2 % 2), 0, e // 4] = loaded[e]
+                            b[(e % 2, e // 2 % 2), 0, e // 4] = loaded[e, i % ahead]
                         acc.fill(0.0)
                         for step in cutlass.range_constexpr(steps):
                             cute.gemm(mma, acc, a[None, None, step], b[None, None, step], acc)
+                        column = (share * products + i) * SIDE
                         for half in cutlass.range_constexpr(halves):
                             # The token's place among the lane's columns of the entry.
                             own = position + half * SIDE + g - first - 2 * x

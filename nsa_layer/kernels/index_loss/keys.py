@@ -1,8 +1,10 @@
 """The gradient of index keys: a CTA has a block of them, and goes through the tokens that list it, in order.
 
-Threads find where a token lists the block, and so the key and the factor of its query; then streams of as many threads
-as there are dimensions add such products to sums of their own in shared memory, which are added up at the end.
+A thread finds where its token lists the block, and so the key and the factor of its query; then streams of as many
+threads as there are dimensions add such products to sums of their own in shared memory, which are added up at the end.
 """
+
+import math
 
 import cutlass
 import cutlass.cute as cute
@@ -10,10 +12,10 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.kernels.csr import WORK_TILE
-from nsa_layer.kernels.index_loss.rows import lanes_of
 
 MOST_THREADS = 256
 SHARED = 128 * 1024  # bytes of sums
+AHEAD = 8  # loads of a thread before it waits for the first
 
 
 class IndexKeyGradient:
@@ -28,8 +30,8 @@ class IndexKeyGradient:
         self.D, self.n, self.block_size, self.init = D, n, block_size, init
         self.streams = max(1, min(MOST_THREADS // D, SHARED // (4 * block_size * D)))
         self.threads = self.streams * D
-        self.lanes = min(lanes_of(n), self.threads)
-        of_lists, pairs = f"B T H {n}", ("pairs", f"work_tiles {WORK_TILE}", "ends")
+        self.vector = math.gcd(n, 4)  # entries of a list that are loaded at a time
+        of_lists, pairs = f"B T H {n} @{4 * self.vector}", ("pairs", f"work_tiles {WORK_TILE}", "ends")
         self.shapes = "B T H D", of_lists, of_lists, *pairs, "starts", "starts", "starts", "B S Hk D"
 
     @cute.jit
@@ -61,6 +63,7 @@ class IndexKeyGradient:
             for of in (Int32, Int32, Float32)
         )
         dim, stream = tidx % self.D, tidx // self.D
+        values = cute.make_rmem_tensor((AHEAD,), Float32)
         for key in cutlass.range(self.block_size):
             sums[dim, key, stream] = Float32(0.0)
         if block >= self.init and block * self.block_size < keys:
@@ -77,8 +80,11 @@ class IndexKeyGradient:
                     self.find(of_head[1:], found, rows, keys_in_block, factors)
                     cute.arch.sync_threads()
                     last = cutlass.min((stream + 1) * self.D, count)
-                    for i in cutlass.range(stream * self.D, last, unroll=8):
-                        sums[dim, keys_in_block[i], stream] += factors[i] * of_head[0][rows[i], dim].to(Float32)
+                    for at in cutlass.range(stream * self.D, last, AHEAD, unroll=1):
+                        for i in cutlass.range_constexpr(AHEAD):
+                            values[i] = of_head[0][rows[at + i], dim].to(Float32)
+                        for i in cutlass.range_constexpr(AHEAD):
+                            sums[dim, keys_in_block[at + i], stream] += factors[at + i] * values[i]
         cute.arch.sync_threads()
         for i in cutlass.range(tidx, self.D * self.block_size, self.threads):
             key, total = block * self.block_size + i // self.D, Float32(0.0)
@@ -89,17 +95,23 @@ class IndexKeyGradient:
 
     @cute.jit
     def find(self, of_head: tuple, pairs: tuple, rows: cute.Tensor, keys_in_block: cute.Tensor, factors: cute.Tensor):
-        """Rows of tokens, their best keys in the block, and gradients of the scores; a few lanes have a token."""
+        """Rows of tokens, their best keys in the block, and gradients of the scores, 0 past the last token."""
         best, dz = of_head
         tokens, count, before, first_key = pairs
         tidx = cute.arch.thread_idx()[0]
-        for turn in cutlass.range(self.lanes, unroll=8):
-            at = turn * (self.threads // self.lanes) + tidx // self.lanes
-            if at < count:
-                row = before + tokens[at]
-                for i in cutlass.range_constexpr(-(-self.n // self.lanes)):
-                    entry = tidx % self.lanes + i * self.lanes
-                    if entry < self.n:
-                        place = best[row, entry] - first_key
-                        if place >= 0 and place < self.block_size:
-                            rows[at], keys_in_block[at], factors[at] = row, place, dz[row, entry]
+        row = before + tokens[cutlass.min(tidx, count - 1)]
+        own = cute.make_rmem_tensor((self.vector, AHEAD), Int32)
+        key, entry, factor = Int32(0), Int32(-1), Float32(0.0)
+        loads = self.n // self.vector
+        for first in cutlass.range_constexpr(0, loads, AHEAD):
+            for i in cutlass.range_constexpr(min(AHEAD, loads - first)):
+                cute.autovec_copy(cute.local_tile(best[row, None], (self.vector,), (first + i,)), own[None, i])
+            for i in cutlass.range_constexpr(min(AHEAD, loads - first)):
+                for e in cutlass.range_constexpr(self.vector):
+                    at = own[e, i] - first_key
+                    is_here = (at >= 0) & (at < self.block_size)
+                    key = cutlass.select_(is_here, at, key)
+                    entry = cutlass.select_(is_here, Int32((first + i) * self.vector + e), entry)
+        if (entry >= 0) & (tidx < count):
+            factor = dz[row, entry]
+        rows[tidx], keys_in_block[tidx], factors[tidx] = row, key, factor
