@@ -5,16 +5,17 @@ from operator import or_
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Uint32, const_expr
 
-from nsa_layer.kernels.select_by_index.loads import Barriers, steps_of
+from nsa_layer.kernels.select_by_index.loads import Barriers, stage_and_phase, steps_of
 from nsa_layer.kernels.select_by_index.spec import KEYS, ROWS, IndexTopKSpec
-from nsa_layer.kernels.select_by_tile.register_topk import reduce_tree
+from nsa_layer.kernels.select_by_tile.register_topk import halve, reduce_tree
 from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
 from nsa_layer.kernels.select_by_token.candidates import any_lane
 from nsa_layer.kernels.select_by_token.gemm import Products
 from nsa_layer.kernels.select_by_token.spec import QUAD, SCORES_READ, SCORES_WRITTEN, THREADS, WARP
 from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
+from nsa_layer.kernels.select_by_token.topk import NONNEGATIVE
 
 NEGATIVE_INFINITY = 0xFF800000 - (1 << 32)  # the bits of -inf
 
@@ -26,6 +27,7 @@ class BlockMaxima:
     Attributes:
         sQ, sK: [64, D, groups] and [KEYS, D, stages].
         sScores: int32 [BLOCKS, tokens of a list warp, WARPS].
+        sNonnegative: int32 [WARPS], 1 where a list warp's tokens all have as many blocks as they list of scores from 0.
         group: number of the warpgroup.
         thread: of the warpgroup.
     """
@@ -35,6 +37,7 @@ class BlockMaxima:
     sQ: cute.Tensor
     sK: cute.Tensor
     sScores: cute.Tensor
+    sNonnegative: cute.Tensor
     barriers: Barriers
     group: Int32
     thread: Int32
@@ -47,6 +50,8 @@ class BlockMaxima:
         ctas, _, _ = cute.arch.grid_dim()
         even = Products.of(self.sQ, self.sK, self.thread, spec.use_mma_sync)
         odd = Products.of(self.sQ, self.sK, self.thread, spec.use_mma_sync)
+        maxima = cute.make_rmem_tensor((2 * spec.blocks_a_product,), Int32)
+        list_warp = (self.group * ROWS + self.thread // WARP * 16) // spec.tokens_a_warp
         done, tile_number = Int32(0), Int32(0)
         for tile in cutlass.range(cta, scheduler.tiles(), ctas, unroll=1):
             work_tile = scheduler.of(tile)
@@ -54,99 +59,141 @@ class BlockMaxima:
             if steps > 0:
                 cute.arch.mbarrier_wait(barriers.queries_full, tile_number % 2)
                 self.start(even, done)
-                self.finish(even, done)
-                for step in cutlass.range(0, steps - 2, 2, unroll=1):
-                    self.start(odd, done + step + 1)
-                    self.hand_over(even, work_tile, step, steps)
-                    self.finish(odd, done + step + 1)
-                    self.start(even, done + step + 2)
-                    self.hand_over(odd, work_tile, step + 1, steps)
-                    self.finish(even, done + step + 2)
-                self.start(odd, done + steps - 1)
-                self.hand_over(even, work_tile, steps - 2, steps)
-                self.finish(odd, done + steps - 1)
+                self.start(odd, done + 1)
+                self.finish(even, done, 1)
+                self.take(maxima, even, work_tile, Int32(0), True)
+                self.finish(odd, done + 1, 0)
+                last, nonnegative = steps - 1, Int32(0)
+                whole = (last - 1) // spec.unrolled * spec.unrolled
+                for step in cutlass.range(1, 1 + whole, spec.unrolled, unroll=1):
+                    if any_lane(nonnegative == 0):
+                        for first in cutlass.range(step, step + spec.unrolled, 2, unroll=1):
+                            self.take_steps(2, odd, even, maxima, work_tile, first, done, True)
+                    else:
+                        self.take_steps(spec.unrolled, odd, even, maxima, work_tile, step, done, False)
+                    if step > spec.products_a_step:  # the lists are at this tile, for which they cleared it
+                        nonnegative = self.sNonnegative[list_warp]
+                for step in cutlass.range(1 + whole, last, 2, unroll=1):
+                    self.take_steps(2, odd, even, maxima, work_tile, step, done, True)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(barriers.queries_empty)
-                self.hand_over(odd, work_tile, steps - 1, steps)
+                self.hand_over(maxima, last - 1)
+                self.take(maxima, odd, work_tile, last, True)
+                self.hand_over(maxima, last)
+                if steps % spec.products_a_step != 0:
+                    cute.arch.barrier_arrive(barrier_id=SCORES_WRITTEN, number_of_threads=spec.score_threads + THREADS)
                 done += steps
                 tile_number += 1
         cute.arch.barrier(barrier_id=SCORES_READ, number_of_threads=spec.score_threads + THREADS)
 
+    @cute.jit
+    def take_steps(
+        self,
+        count: cutlass.Constexpr[int],
+        ready: Products,
+        other: Products,
+        maxima: cute.Tensor,
+        work_tile: Tile,
+        step: Int32,
+        done: Int32,
+        of_any_sign: cutlass.Constexpr[bool],
+    ):
+        """Take the maxima of `count` steps, of which `ready` has the first, and multiply as many further ones.
+
+        Two products are in flight during maxima, but none where a loop begins again: the compiler would wait for each
+        at once. A step's maxima are handed over during the next one's.
+        """
+        self.start(other, done + step + 1)
+        for i in cutlass.range_constexpr(count):
+            products, more = (ready, other)[i % 2], i + 2 <= count
+            self.hand_over(maxima, step + i - 1)
+            self.take(maxima, products, work_tile, step + i, of_any_sign)
+            if const_expr(more):
+                self.start(products, done + step + i + 2)
+            self.finish(products, done + step + i + 1, int(more))
+
     def start(self, products: Products, step: Int32) -> None:
         """Start the products of the CTA's step-th keys, once they are there."""
-        stages = self.spec.stages
-        cute.arch.mbarrier_wait(self.barriers.keys_full + step % stages, step // stages % 2)
-        products.start(self.group, step % stages)
+        stage, phase = stage_and_phase(self.spec, step)
+        cute.arch.mbarrier_wait(self.barriers.keys_full + stage, phase)
+        products.start(self.group, stage)
 
-    def finish(self, products: Products, step: Int32) -> None:
-        """Wait for products, and release their keys. None are in flight where a loop begins again: wgmma would wait."""
-        products.finish()
+    def finish(self, products: Products, step: Int32, in_flight: int) -> None:
+        """Wait for all products but the last `in_flight` ones, and release the step's keys."""
+        products.finish(in_flight)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.barriers.keys_empty + step % self.spec.stages)
+            cute.arch.mbarrier_arrive(self.barriers.keys_empty + stage_and_phase(self.spec, step)[0])
 
     @cute.jit
-    def hand_over(self, products: Products, work_tile: Tile, step: Int32, steps: Int32):
-        """Write the maxima of a tile's step-th products."""
+    def take(
+        self,
+        maxima: cute.Tensor,
+        products: Products,
+        work_tile: Tile,
+        step: Int32,
+        of_any_sign: cutlass.Constexpr[bool],
+    ):
+        """Maxima of this thread's scores of each block and of its two tokens, at 2 * block + row.
+
+        of_any_sign: False where negative ones enter no list: they need not be right, only negative.
+        """
         spec = self.spec
+        scores = [[products.score(row, c) for c in range(KEYS // QUAD)] for row in range(2)]
+        self.largest_of_blocks(maxima, scores, of_any_sign)
         if const_expr(spec.local == 0):  # else a token's own block, alone with keys it does not see, is forced
-            self.hide(products, work_tile, step)
-        maxima = self.maxima(products)
-        threads, first = spec.score_threads + THREADS, step % spec.products_a_step
-        if first == 0:
-            cute.arch.barrier(barrier_id=SCORES_READ, number_of_threads=threads)
-        self.store(maxima, step)
-        if (first == spec.products_a_step - 1) | (step == steps - 1):
-            cute.arch.barrier_arrive(barrier_id=SCORES_WRITTEN, number_of_threads=threads)
+            first = work_tile.first + self.group * ROWS
+            if (step + 1) * KEYS > first + 1:
+                t = first + self.thread // WARP * 16 + self.thread % WARP // QUAD - step * KEYS
+                for row in cutlass.range_constexpr(2):
+                    for c in cutlass.range_constexpr(KEYS // QUAD):
+                        key = c // 2 * 8 + self.thread % QUAD * 2 + c % 2
+                        hidden = key > t + 8 * row
+                        scores[row][c] = cutlass.select_(hidden, -cutlass.Float32.inf, scores[row][c])
+                self.largest_of_blocks(maxima, scores, True)
 
     @cute.jit
-    def hide(self, products: Products, work_tile: Tile, step: Int32):
-        """-inf for keys behind a token."""
-        first = work_tile.first + self.group * ROWS
-        if (step + 1) * KEYS > first + 1:
-            t = first + self.thread // WARP * 16 + self.thread % WARP // QUAD - step * KEYS
-            for row in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(KEYS // QUAD):
-                    key = c // 2 * 8 + self.thread % QUAD * 2 + c % 2
-                    score = products.score(row, c)
-                    visible = cutlass.select_(key > t + 8 * row, -cutlass.Float32.inf, score)
-                    products.scores[(c % 2, row, c // 2), 0, 0] = visible
-
-    @cute.jit
-    def maxima(self, products: Products) -> list[Int32]:
-        """Maxima of this thread's scores of each block and of its two tokens, at 2 * block + row."""
+    def largest_of_blocks(
+        self, maxima: cute.Tensor, scores: list[list[cutlass.Float32]], of_any_sign: cutlass.Constexpr[bool]
+    ):
+        """Maxima of scores [row][column], a block of which is `block_size / QUAD` neighbouring columns."""
         spec, columns = self.spec, self.spec.block_size // QUAD
         bits = [
-            [bits_of(products.score(row, block * columns + c)) for c in range(columns)]
+            [bits_of(x) for x in scores[row][block * columns : (block + 1) * columns]]
             for block in range(spec.blocks_a_product)
             for row in range(2)
         ]
-        maxima = cute.make_rmem_tensor((len(bits),), Int32)
         for i in cutlass.range_constexpr(len(bits)):
             maxima[i] = largest(bits[i])
-        if any_lane(reduce_tree(or_, [maxima[i] for i in range(len(bits))]) < 0):
-            for i in cutlass.range_constexpr(len(bits)):
-                least = bits[i][0]
-                for x in bits[i][1:]:
-                    least = cutlass.min(least, x)
-                least = least ^ 0x7FFFFFFF
-                least = cutlass.select_(least == -1, Int32(0), least)  # -0.0
-                maxima[i] = cutlass.select_(maxima[i] < 0, least, maxima[i])
-        return maxima
+        if const_expr(of_any_sign):
+            if any_lane(reduce_tree(or_, [maxima[i] for i in range(len(bits))]) < 0):
+                for i in cutlass.range_constexpr(len(bits)):
+                    least = bits[i][0]
+                    for x in bits[i][1:]:
+                        least = cutlass.min(least, x)
+                    least = least ^ 0x7FFFFFFF
+                    least = cutlass.select_(least == -1, Int32(0), least)  # -0.0
+                    maxima[i] = cutlass.select_(maxima[i] < 0, least, maxima[i])
 
     @cute.jit
-    def store(self, maxima: cute.Tensor, step: Int32):
+    def hand_over(self, maxima: cute.Tensor, step: Int32):
         """Write the maxima of a quad's lanes, of which each gets its share, as 31 bits that order as the scores."""
         spec, lane = self.spec, self.thread % WARP
         x = lane % QUAD
         values = [maxima[i] for i in range(2 * spec.blocks_a_product)]
-        values = halve(values, x % 2 > 0, 1)
-        values = halve(values, x // 2 > 0, 2)
+        values = halve(cutlass.max, values, x % 2 > 0, 1)
+        values = halve(cutlass.max, values, x // 2 > 0, 2)
         token = self.group * ROWS + self.thread // WARP * 16 + lane // QUAD + x % 2 * 8
         target = self.sScores[None, token % spec.tokens_a_warp, token // spec.tokens_a_warp]
-        first = step % spec.products_a_step * spec.blocks_a_product
+        threads, number = spec.score_threads + THREADS, Int32(Uint32(step) % spec.products_a_step)
+        if number == 0:
+            cute.arch.barrier(barrier_id=SCORES_READ, number_of_threads=threads)
         for i in cutlass.range_constexpr(len(values)):
-            block = first + 2 * i + x // 2 if const_expr(spec.blocks_a_product > 1) else first
-            target[spec.position(block)] = (values[i] >> 1) + (1 << 30)
+            block = number * spec.blocks_a_product
+            if const_expr(spec.blocks_a_product > 1):
+                block += 2 * i + x // 2
+            target[spec.position(block)] = (values[i] >> 1) + NONNEGATIVE
+        if number == spec.products_a_step - 1:
+            cute.arch.barrier_arrive(barrier_id=SCORES_WRITTEN, number_of_threads=threads)
 
 
 def largest(values: list[Int32]) -> Int32:
@@ -155,13 +202,3 @@ def largest(values: list[Int32]) -> Int32:
     for x in values[1:]:
         top = cutlass.max(top, x)
     return top
-
-
-def halve(values: list[Int32], odd: cutlass.Boolean, mask: int) -> list[Int32]:
-    """Maxima over two lanes, of which one keeps the even and one the odd ones; both the only one."""
-    if len(values) == 1:
-        return [cutlass.max(values[0], cute.arch.shuffle_sync_bfly(values[0], mask))]
-    pairs = list(zip(values[::2], values[1::2]))
-    kept = [cutlass.select_(odd, b, a) for a, b in pairs]
-    sent = [cutlass.select_(odd, a, b) for a, b in pairs]
-    return [cutlass.max(a, cute.arch.shuffle_sync_bfly(b, mask)) for a, b in zip(kept, sent)]

@@ -75,6 +75,7 @@ class IndexTopK:
         )
         sScores = smem.allocate_tensor(Float32, scores_layout, byte_alignment=16)
         sColumns = smem.allocate_tensor(Int64, cute.make_ordered_layout((spec.capacity, WARP, WARPS), order=(1, 0, 2)))
+        sNonnegative = smem.allocate_tensor(Int32, cute.make_layout(WARPS))
         sSelected = smem.allocate_tensor(Int64, cute.make_layout((spec.n, spec.tokens_a_warp, WARPS)))
         if warp == 0:
             cpasync.prefetch_descriptor(tma_q[0])
@@ -88,7 +89,7 @@ class IndexTopK:
         if number == 1:
             if const_expr(spec.registers is not None):
                 cute.arch.setmaxregister_increase(spec.registers[1])
-            BestBlocks(spec, scheduler, sScores, sColumns, sSelected).run()
+            BestBlocks(spec, scheduler, sScores, sColumns, sSelected, sNonnegative).run()
         elif number == 2:
             if const_expr(spec.registers is not None):
                 cute.arch.setmaxregister_decrease(spec.registers[2])
@@ -98,7 +99,8 @@ class IndexTopK:
             if const_expr(spec.registers is not None):
                 cute.arch.setmaxregister_increase(spec.registers[0])
             bits = cute.recast_tensor(sScores, Int32)
-            BlockMaxima(spec, scheduler, sQ, sK, bits, barriers, number // 3, tidx % THREADS).run()
+            thread = tidx % THREADS
+            BlockMaxima(spec, scheduler, sQ, sK, bits, sNonnegative, barriers, number // 3, thread).run()
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from nsa_layer.kernels.select_by_index.spec import KEYS, ROWS, IndexTopKSpec
@@ -43,6 +43,12 @@ def steps_of(work_tile: Tile) -> Int32:
     return steps
 
 
+def stage_and_phase(spec: IndexTopKSpec, step: Int32) -> tuple[Int32, Int32]:
+    """The stage of a CTA's step-th keys, and the phase of the barriers when they are there."""
+    step = Uint32(step)
+    return Int32(step % spec.stages), Int32(step // spec.stages % 2)
+
+
 @dataclass(frozen=True)
 class Loads:
     """tma_q, tma_k: of [64, D] of mQ [T, D, Hs, B] and [128, D] of mK [S, D, Hs or 1, B]; packed without B."""
@@ -75,7 +81,7 @@ class Loads:
                     )
                 head = Int32(0) if const_expr(spec.one_key) else work_tile.head
                 for step in cutlass.range(steps, unroll=1):
-                    stage, phase = (done + step) % spec.stages, (done + step) // spec.stages % 2
+                    stage, phase = stage_and_phase(spec, done + step)
                     full = barriers.keys_full + stage
                     cute.arch.mbarrier_wait(barriers.keys_empty + stage, 1 - phase)
                     with cute.arch.elect_one():

@@ -17,9 +17,11 @@ class IndexTopKSpec(TokenTopKSpec):
 
     Attributes:
         one_key: all lists read the same keys.
+        unrolled: products of a warpgroup between two waits for all of them, an even number.
     """
 
     one_key: bool = False
+    unrolled: int = 8
 
     @classmethod
     def of(cls, D: int, n: int, init: int, local: int, packed: bool, size: int, use_mma_sync: bool, one_key: bool):

@@ -10,7 +10,7 @@ from operator import or_
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
 
@@ -79,6 +79,15 @@ def reduce_tree(combine: Callable, values: list) -> Int32 | Int64:
         pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
         values = pairs + values[len(values) // 2 * 2 :]
     return values[0]
+
+
+def halve(combine: Callable, values: list, upper: Boolean, mask: int) -> list:
+    """Combine two lanes' values: the lower lane gets even ones, the upper one odd ones, both a single last one."""
+    rest = values[len(values) // 2 * 2 :]
+    pairs = list(zip(values[::2], values[1::2]))
+    kept = [cutlass.select_(upper, b, a) for a, b in pairs] + rest
+    sent = [cutlass.select_(upper, a, b) for a, b in pairs] + rest
+    return [combine(a, cute.arch.shuffle_sync_bfly(b, mask)) for a, b in zip(kept, sent)]
 
 
 def least_of(entries: cute.Tensor) -> Int64:

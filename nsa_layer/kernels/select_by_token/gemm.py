@@ -45,8 +45,9 @@ class Products:
             cute.gemm(atom, self.scores, row, column, self.scores)
         warpgroup.commit_group()
 
-    def finish(self) -> None:
-        wait(self.product.use_mma_sync, 0)
+    def finish(self, in_flight: int = 0) -> None:
+        """Wait for all products of the warpgroup but the last ones."""
+        wait(self.product.use_mma_sync, in_flight)
 
     def score(self, row: int, column: int) -> Float32:
         """The product of one of this thread's two rows and one of its columns."""

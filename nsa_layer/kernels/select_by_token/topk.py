@@ -12,6 +12,8 @@ from nsa_layer.kernels.select_by_token.spec import SCORES_READ, SCORES_WRITTEN, 
 from nsa_layer.kernels.select_by_token.step_scores import StepValues
 from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
 
+NONNEGATIVE = 1 << 30  # the bits of the least score from 0, where scores of any sign have 31 bits that order as they do
+
 
 @dataclass(frozen=True)
 class BestBlocks:
@@ -21,6 +23,8 @@ class BestBlocks:
         sScores: fp32 [KEYS, tokens of a warp, WARPS].
         sColumns: int64 [capacity, WARP, WARPS], candidates.
         sSelected: int64 [n, tokens of a warp, WARPS], the best of them.
+        sNonnegative: int32 [WARPS], set once no score below `NONNEGATIVE` enters a list of the warp any more; None
+            where no one asks.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
@@ -28,6 +32,7 @@ class BestBlocks:
     sScores: cute.Tensor
     sColumns: cute.Tensor
     sSelected: cute.Tensor
+    sNonnegative: cute.Tensor | None = None
 
     @cute.jit
     def run(self):
@@ -53,11 +58,16 @@ class BestBlocks:
             mine = candidates.no_candidates(spec, *columns, wanted, lane)
             values = StepValues(spec, scores, work_tile, t, lane % spec.lanes)
             steps, kept = work_tile.steps(), Int32(0)
+            if const_expr(self.sNonnegative is not None):
+                self.sNonnegative[warp] = Int32(0)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.barrier(barrier_id=SCORES_WRITTEN, number_of_threads=spec.score_threads + THREADS)
                 bits = values.all_bits(step)
                 cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=spec.score_threads + THREADS)
                 values.add_to(mine, step, bits)
+                if const_expr(self.sNonnegative is not None):
+                    if not candidates.any_lane(mine.bound[0] < NONNEGATIVE):
+                        self.sNonnegative[warp] = Int32(1)
             if steps > 0:
                 kept = candidates.select(mine)
             written = kept_here & (t < work_tile.end)

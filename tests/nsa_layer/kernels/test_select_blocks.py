@@ -370,6 +370,17 @@ def test_lengths_by_index(T: int) -> None:
         assert_right(make_inputs(changed(INDEX, T=T, Hkv=1, **changes), "cuda"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, UNFORCED, dict(block_size=16, block_counts=5)], ids=["64", "unforced", "16"])
+def test_signs_change_along_keys_and_tokens(changes: dict) -> None:
+    """Lists are full of scores from 0 on, then blocks of scores below 0 follow; and some tokens have the opposite."""
+    inputs = make_inputs(changed(INDEX, B=1, T=8193, Hkv=1, **changes), "cuda")
+    q, k, positions = inputs.q_index.abs(), inputs.k_index.abs(), torch.arange(8193, device="cuda")[:, None, None]
+    k = torch.where(positions < 3000, k, -k)
+    assert_right(replace(inputs, q_index=q, k_index=k))
+    assert_right(replace(inputs, q_index=torch.where(positions % 320 < 16, -q, q), k_index=k))
+
+
 BY_WARP = [f"token: {name}" for name in ("blocks of 64", "paper", "paper, two heads", "1 heads")]
 BY_WARP += ["token: packed, overlapping, three heads", "index: default", "index: packed, unforced"]
 
