@@ -1,12 +1,15 @@
 """Scores of blocks by an index of tokens: a decode step's first launch, whose second one selects by them.
 
 A warp takes a block at a time: neighbouring lanes have 16 bytes each of a key, and up to `AT_ONCE` of their loads are
-in flight. A query's product with a key is summed over the key's lanes, and the block's score is the largest over the
-keys that its token sees, written as a number of 31 bits that orders as the score. Keys that all lists share are read
-once. One thread block appends the call's index keys, which the others read from the call's tensor.
+in flight. A query's products with these keys are summed over the lanes, each of which gets its share of the sums, and
+the block's score is the largest over the keys that its token sees, written as a number of 31 bits that orders as the
+score. Keys that all lists share are read once. One thread block appends the call's index keys, which the others read
+from the call's tensor.
 """
 
 from __future__ import annotations
+
+from operator import add
 
 import cutlass
 import cutlass.cute as cute
@@ -18,6 +21,7 @@ from nsa_layer.kernels.decode.attention import vector
 from nsa_layer.kernels.decode.cache_rows import LARGEST, Caches, Lengths, Sequence, Stored, new_row
 from nsa_layer.kernels.decode.spec import LAUNCH, VECTOR, WARP, WARPS, DecodeSpec
 from nsa_layer.kernels.decode.topk import candidates
+from nsa_layer.kernels.select_by_tile.register_topk import halve, reduce_tree
 from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
 from nsa_layer.kernels.varlen import load_once
 
@@ -103,19 +107,26 @@ class IndexDecode:
             for row in cutlass.range_constexpr(rows):
                 q = cute.make_rmem_tensor((VECTOR,), Float32)
                 cute.autovec_copy(vector(sQ[None, row], lane % lanes), q)
-                t = sequence.position(Int32(row // lists))
+                t, parts = sequence.position(Int32(row // lists)), []
                 for i in cutlass.range_constexpr(loads):
                     z = q[0] * held[0, i].to(Float32)
                     for e in cutlass.range_constexpr(1, VECTOR):
                         z = cute.math.fma(q[e], held[e, i].to(Float32), z)
-                    z = cute.arch.warp_reduction_sum(z, threads_in_group=lanes)
                     if const_expr(spec.local == 0):  # else a token's own block is forced
                         z = Float32(cutlass.select_(at + i * keys > t, -Float32.inf, z))
-                    top[row] = cute.arch.fmax(top[row], z)
+                    parts.append(z)
+                top[row] = reduce_tree(cute.arch.fmax, [top[row], *added_over_lanes(parts, lane, spec.D // VECTOR)])
         for row in cutlass.range_constexpr(rows):
             score = cute.arch.warp_reduction_max(top[row])
             if lane == 0:
                 scores[head * lists + row % lists, row // lists, block] = in_order(score)
+
+
+def added_over_lanes(values: list[Float32], lane: Int32, lanes: int) -> list[Float32]:
+    """Sums over `lanes` neighbours, a power of two; each lane gets its share of them."""
+    for mask in [lanes >> i for i in range(1, lanes.bit_length())]:
+        values = halve(add, values, (lane & mask) != 0, mask)
+    return values
 
 
 def in_order(x: Float32) -> Int32:
