@@ -54,13 +54,17 @@ def in_shards(attend: Attend, shards: Sequence[QueryShard]) -> Attend:
 
         auxes = [aux for _, aux, *_ in found]
         lists = block_indices if block_indices is not None else whole([aux.block_indices for aux in auxes])
+        scores = None if auxes[0].index_scores is None else whole([aux.index_scores for aux in auxes])
         lses = {
             name: whole([getattr(aux, name) for aux in auxes], True)
             for name in ("lse_cmp", "lse_slc", "lse_swa")
             if getattr(auxes[0], name) is not None
         }
         aux = Aux(
-            **dict.fromkeys(vars(auxes[0])) | lses | dict(block_indices=lists, gates=whole([a.gates for a in auxes]))
+            block_indices=lists,
+            index_scores=scores,
+            gates=whole([aux.gates for aux in auxes]),
+            **dict.fromkeys(("lse_cmp", "lse_slc", "lse_swa")) | lses,
         )
         return whole([o for o, *_ in found]), aux, sum(s for *_, s in found) if spec.index_loss else None
 

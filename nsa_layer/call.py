@@ -33,6 +33,7 @@ class CallSpec:
         backend: that computes them.
         index_scale: the factor of q_index . k_index; None without an index.
         index_loss: the sums of the index' loss are computed.
+        index_scores: the index' scores of the chosen blocks are a result.
         longest_win: tokens at most that k_win has of a packed sequence, with ``win_offset``.
     """
 
@@ -46,6 +47,7 @@ class CallSpec:
     backend: str = "cute"
     index_scale: float | None = None
     index_loss: bool = False
+    index_scores: bool = False
     longest_win: int | None = None
 
     @property
@@ -255,6 +257,12 @@ class Call(NamedTuple):
             return of_caller.shape[-3]
         return self.config.compressed_capacity(keys) if self.packed else self.config.compressed_length(keys)
 
+    def with_scores(self, asked: bool) -> Call:
+        """The call; if asked for, the scores of chosen blocks by an index are among its results."""
+        if not asked or self.config.rule != "index":
+            return self
+        return self._replace(spec=replace(self.spec, index_scores=True))
+
     @property
     def num_lists(self) -> list[int]:
         """Lists of each packed sequence; of a batch those of one sequence."""
@@ -342,7 +350,8 @@ class Saved(NamedTuple):
         o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
         lse_cmp, lse_slc, lse_swa: fp32 or fp64 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
         g: the gates, fp32 or fp64 [..., Hq, branches]; None for equal shares.
-        index_scores: fp32 or fp64, of chosen blocks by an index, like `block_indices`; -inf for padding.
+        index_scores: fp32 or fp64, of chosen blocks by an index, like `block_indices`, where they are asked for; -inf
+            for padding.
         index_mass, index_tokens: for the index' loss: the selected branch's probability in each chosen block that is
             not forced, a mean over the list's query heads, and the token of its score; like `block_indices`.
         index_sums: [2], the loss' numerator and denominator.
@@ -396,8 +405,7 @@ class Aux:
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window, without absent branches.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
             sees no key, as everywhere with ``window_size=0``; None for an absent branch.
-        index_scores: with ``rule="index"`` scores of the chosen blocks, like `block_indices`, -inf for padding; None on
-            the kernels.
+        index_scores: with ``rule="index"`` scores of the chosen blocks, like `block_indices`, -inf for padding.
     """
 
     block_indices: torch.Tensor | None

@@ -26,7 +26,7 @@ def saved_shapes(call: Call, *, kept: Sequence[bool]) -> Saved:
         shapes["g"] = ((*q.shape[:-1], len(config.branches)), exactly)
     if call.block_indices is None and config.computes("selected"):
         shapes["block_indices"] = (of_lists, whole)
-        if config.rule == "index" and spec.backend != "cute":
+        if spec.index_scores:
             shapes["index_scores"] = (of_lists, exactly)
         if spec.index_loss:
             shapes |= dict(index_mass=(of_lists, exactly), index_tokens=(of_lists, whole), index_sums=((2,), exactly))

@@ -42,6 +42,7 @@ def attend_shard(
     """
     if call.spec.backend == "reference":
         raise NotImplementedError("cp: mode='gather' with backend='reference'")
+    call = call.with_scores(return_aux)
     q, lists, spec, config, packed = call.q, call.block_indices, call.spec, call.config, call.packed
     kept, chunk, total = (False,) * 3, q.shape[-3] // len(cp.chunks), q.shape[-3] * cp.size
     if lists is None:

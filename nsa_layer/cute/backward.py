@@ -8,7 +8,7 @@ from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from nsa_layer.call import DIFFERENTIABLE, Call, Saved
+from nsa_layer.call import Call, Saved
 from nsa_layer.config import BRANCHES
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend_branch, attend_selected, compiling
@@ -51,29 +51,27 @@ def backward(
     """
     (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
     with compiling(call, plan, backward=True):
-        if call.one_branch:
-            if call.block_indices is None:
-                call = call._replace(block_indices=saved.block_indices)
-            *grads, pairs = backward_selected(call, varlen, do, o, saved.lse_slc, dq)
-            of_index = _index_backward(call, varlen, saved, pairs, d_sums)
-            return *grads, *[None] * (len(DIFFERENTIABLE) - 5), *of_index
         of_keys = (*call[1:3], call.k_win, call.v_win)[: 4 if window is None else 2]
         dense = dict(memory_format=torch.contiguous_format)
         of_keys = [None if x is None else torch.empty_like(x, **dense) for x in of_keys]
         if window is not None:
             of_keys += [x[..., window, :, :] for x in of_keys]
         dq = torch.empty_like(call.q, **dense) if dq is None else dq
-        rest = []
+        rest, pairs = [], None
         for group in plan.groups:
             part, query = head_group(call, *group), query_heads(*call[:2], *group)
             of_group = saved_of_group(saved, group, call.k.shape[-2])
             if part.block_indices is not None:
                 of_group = of_group._replace(block_indices=part.block_indices)
             into = narrow(dq, -2, query), *(narrow(x, -2, group) for x in of_keys)
-            do_group = narrow(do, -2, query)
-            rest.append(backward_group(part, varlen, of_group, do_group, *into, window_adds=window is not None))
-    rest = (joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2)))
-    of_index = _index_backward(call, varlen, saved, None, d_sums)
+            of_rows = narrow(do, -2, query), *into
+            if call.one_branch:
+                pairs = backward_selected(part, varlen, of_group, narrow(o, -2, query), *of_rows[:4])
+                rest.append((None,) * 6)
+            else:
+                rest.append(backward_group(part, varlen, of_group, *of_rows, window_adds=window is not None))
+        rest = [joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))]
+        of_index = _index_backward(call, varlen, saved, pairs if len(plan.groups) == 1 else None, d_sums)
     return dq, *of_keys[:2], *rest, *(of_keys[2:] if window is None else (None, None)), *of_index
 
 
@@ -296,21 +294,19 @@ def _add_selected(
 
 
 def backward_selected(
-    call: Call, varlen: Varlen, do: Tensor, o: Tensor, lse: Tensor, dq: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, KeyPairs]:
-    """dq, which is written if it is given, dk and dv of `forward_selected`, and the tokens of each block."""
+    call: Call, varlen: Varlen, saved: Saved, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> KeyPairs:
+    """Write dq, dk and dv of the selected branch alone, and return the tokens of each block."""
     (q, k, v), spec, (T, Hq) = call[:3], call.spec, call.q.shape[-3:-1]
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq
     count = T if varlen.cu_seqlens is None else T + SUMS_STEP * (len(varlen.cu_seqlens) - 1)
     shape = (*q.shape[:-3], Hq, -(-count // SUMS_STEP) * SUMS_STEP)
     dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=SUMS_STEP, q_offset=call.q_offset)
     starts = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
     with component("lists"):
-        lists = query_lists(call, varlen, call.block_indices)
+        lists = query_lists(call, varlen, saved.block_indices)
     with component("slc_dq"):
-        backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed, **starts)
+        backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=saved.lse_slc, **fixed, **starts)
     del lists
     into = (KeyGradient(dk), KeyGradient(dv), SUMS_STEP)
-    return dq, dk, dv, _add_selected(call, varlen, call.block_indices, do, (dpsum, lse_log2), *into)
+    return _add_selected(call, varlen, saved.block_indices, do, (dpsum, lse_log2), *into)

@@ -1,7 +1,7 @@
 """Forward of the kernels' backend, top to bottom, for one group of key/value heads after the other.
 
-Saved for backward: each branch's o (unless the memory plan recomputes it) and lse, the gates, the compressed keys and
-values, and the selected blocks. Block lists are built again in backward; nothing is selected again.
+Saved for backward: each branch's o (unless the memory plan recomputes it, or it is the output) and lse, the gates, the
+compressed keys and values, and the selected blocks. Block lists are built again in backward; nothing is selected again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flash_attn.cute.mma.form import use_mma_sync
 from nsa_layer.call import Call, CallSpec, Saved, Signature, lse_shape
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.head_slices import head_group, join_saved, narrow, query_heads
-from nsa_layer.cute.index_loss import index_loss_forward
+from nsa_layer.cute.index_loss import of_chosen_blocks
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.select_blocks import select_blocks
 from nsa_layer.cute.selected import dq_options, selected_options
@@ -50,26 +50,18 @@ def forward(
     """
     (call, varlen), spec = as_kernels_read(call), call.spec
     with compiling(call, plan, backward=backward):
-        if call.one_branch:
-            lists = None
-            if call.block_indices is None:
-                with component("choose"):
-                    lists, _ = select_blocks(call, varlen, None, None)
-                call = call._replace(block_indices=lists)
-            o, lse, of_loss = forward_selected(call, varlen)
-            return o, Saved(block_indices=lists, lse_slc=lse, **of_loss)
         o = new_outputs(*call[:3:2])[0] if o is None else o
         saved, Hkv, config = Saved(), call.k.shape[-2], spec.config
         for group in plan.groups:
             part = head_group(call, *group)
-            q, _, v = part[:3]
+            (q, _, v), into = part[:3], narrow(o, -2, query_heads(*call[:2], *group))
             o_cmp = o_slc = o_swa = lse_cmp = lse_slc = lse_swa = k_scored = k_cmp = v_cmp = indices = counts = None
-            means, of_loss = (None, None), {}
+            means, of_index = (None, None), {}
             # The window needs q, k and v alone: the GPU has work at once, while the host launches short kernels.
             if config.computes("window"):
-                into = None if side_stream is None else new_outputs(q, v)
+                aside = None if side_stream is None else new_outputs(q, v)
                 with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
-                    o_swa, lse_swa = attend_branch(q, *part.of_window, spec, window_options(part, varlen), into)
+                    o_swa, lse_swa = attend_branch(q, *part.of_window, spec, window_options(part, varlen), aside)
             if config.computes("compressed"):
                 with component("compress"):
                     k_scored, k_cmp, v_cmp, *means = _compressed(part, varlen)
@@ -83,18 +75,22 @@ def forward(
                         indices, counts = select_blocks(part, varlen, scored, lse_cmp)
                         del scored
                 del k_scored
-                o_slc, lse_slc, of_loss = forward_selected(part._replace(block_indices=indices), varlen, counts)
+                o_slc, lse_slc, of_index = forward_selected(
+                    part._replace(block_indices=indices), varlen, counts, into if call.one_branch else None
+                )
             if side_stream is not None:
                 side_stream.join()
-            with component("gate"):
-                into = narrow(o, -2, query_heads(*call[:2], *group))
-                outputs = (o_cmp, o_slc, o_swa)
-                gating = dict(gate_weight=part.gate_weight, gates=part.gates, out=into)
-                g = gated_sum(q, *config.of_branches(outputs), **gating)[1]
+            outputs, g = (o_cmp, o_slc, o_swa), None
+            if not call.one_branch:
+                with component("gate"):
+                    gating = dict(gate_weight=part.gate_weight, gates=part.gates, out=into)
+                    g = gated_sum(q, *config.of_branches(outputs), **gating)[1]
+            elif o_slc is not into:
+                into.copy_(o_slc)
             selection = (indices, counts) if part.block_indices is None else (None, None)
             compressed = k_cmp if part.k_cmp is None else None, v_cmp if part.v_cmp is None else None
             outputs = (x if keep else None for x, keep in zip(outputs, plan.kept))
-            of_group = Saved(*selection, *compressed, *means, *outputs, lse_cmp, lse_slc, lse_swa, g, **of_loss)
+            of_group = Saved(*selection, *compressed, *means, *outputs, lse_cmp, lse_slc, lse_swa, g, **of_index)
             saved = join_saved(saved, of_group, group, Hkv)
             del selection, compressed, outputs, of_group  # else they are beside the next group's
     return o, saved
@@ -128,24 +124,29 @@ def _compressed(call: Call, varlen: Varlen) -> tuple[Tensor | None, Tensor, Tens
 
 
 def forward_selected(
-    call: Call, varlen: Varlen, block_counts: Tensor | None = None
+    call: Call, varlen: Varlen, block_counts: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """o and the log-sum-exp of the selected branch over the call's lists; and the fields of `Saved` for an index' loss.
+    """o and the log-sum-exp of the selected branch over the call's lists; and the fields of `Saved` that are of an
+    index' scores and loss.
 
     Args:
         block_counts: as for `selected_options`.
+        out: of o, where that is not None and the kernel can write there.
     """
     (q, k, v), spec, lists = call[:3], call.spec, call.block_indices
     with component("lists"):
         options = selected_options(call, varlen, lists, block_counts, backward=False)
-    if not spec.index_loss:
-        with component("slc"):
-            return *attend_selected(q, k, v, spec, options, call.pages), {}
-    with component("slc"):
+    unions, sums = options["block_sparse_tensors"], None
+    if spec.index_loss:
         sums = block_sums(q, k.shape[-2], lists.shape[-1] * -(-call.config.block_size // UNION_BLOCK))
-        o, lse = attend_selected(q, k, v, spec, options | dict(aux_tensors=[sums]))
+        options |= dict(aux_tensors=[sums])
+    with component("slc"):
+        into = None if out is None else (out, q.new_empty(lse_shape(q), dtype=torch.float32))
+        o, lse = attend_selected(q, k, v, spec, options, call.pages, into)
+    if not (spec.index_loss or spec.index_scores):
+        return o, lse, {}
     with component("index"):
-        return o, lse, index_loss_forward(call, varlen, options["block_sparse_tensors"], sums, lse)
+        return o, lse, of_chosen_blocks(call, varlen, unions, sums, lse)
 
 
 def compiling(call: Call, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
@@ -181,9 +182,15 @@ def attend_branch(
 
 
 def attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict, page_table: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: CallSpec,
+    options: dict,
+    page_table: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The selected branch's `attend`; over unions on Blackwell by a kernel of its own.
+    """The selected branch's `attend_branch`; over unions on Blackwell by a kernel of its own, with outputs of its own.
 
     Args:
         options: `selected_options`.
@@ -193,4 +200,4 @@ def attend_selected(
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(options))
     if page_table is not None:  # in place of starts
         options = options | dict(page_table=page_table, cu_seqlens_k=None)
-    return attend_branch(q, k, v, spec, options)
+    return attend_branch(q, k, v, spec, options, into)

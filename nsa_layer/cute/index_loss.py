@@ -1,4 +1,4 @@
-"""The index' loss on the kernels: what the selected branch's forward leaves for it, and its gradients."""
+"""An index' scores and loss on the kernels, over the chosen blocks, and the loss' gradients."""
 
 from __future__ import annotations
 
@@ -16,26 +16,34 @@ from nsa_layer.kernels.launch import launch
 Tensor = torch.Tensor
 
 
-def index_loss_forward(
-    call: Call, varlen: Varlen, unions: BlockSparseTensorsTorch, sums: Tensor, lse: Tensor
+def of_chosen_blocks(
+    call: Call, varlen: Varlen, unions: BlockSparseTensorsTorch, sums: Tensor | None, lse: Tensor
 ) -> dict[str, Tensor]:
-    """Fields of `Saved` for the loss.
+    """Fields of `Saved` for the scores of chosen blocks, and for the loss.
 
     Args:
         unions: of the lists, as attention reads them.
-        sums, lse: of attention: `fwd_sm90.block_sums`, and the log-sum-exp.
+        sums, lse: of attention: `fwd_sm90.block_sums`, None without a loss, and the log-sum-exp.
     """
-    lists = unions.mask_block_cnt, unions.mask_block_idx, unions.mask_block_bits
+    lists, spec = (unions.mask_block_cnt, unions.mask_block_idx, unions.mask_block_bits), call.spec
     q_index, k_index, indices, lse, *lists = _batched(call, call.q_index, call.k_index, call.block_indices, lse, *lists)
-    best, mass = torch.full_like(indices, -1), torch.empty_like(indices, dtype=torch.float32)
-    rows, where = mass.new_zeros(2, *mass.shape[:-1]), (varlen.cu_seqlens, varlen.cu_seqlens_k, call.q_offset)
+    best, where = torch.full_like(indices, -1), (varlen.cu_seqlens, varlen.cu_seqlens_k, call.q_offset)
+    scores = torch.full_like(best, -torch.inf, dtype=torch.float32) if spec.index_scores else None
+    static = _kernel_sizes(call, best)
     if best.numel():
-        static, tensors = _kernel_sizes(call, best), (q_index, k_index, *lists, best, *where, unions.cu_total_m_blocks)
-        of_loss = (sums.view(*best.shape[:3], -1), lse, mass, rows, call.spec.index_scale)
-        launch("best_tokens", BestTokens, static[:4], *tensors)
-        launch("index_loss", LossSums, static, q_index, k_index, best, *where, *of_loss)
-    mass, best = (x.squeeze(0) if call.packed else x for x in (mass, best))
-    return dict(index_mass=mass, index_tokens=best, index_sums=rows.flatten(1).sum(1))
+        tensors = (q_index, k_index, *lists, best, *where, unions.cu_total_m_blocks, scores)
+        launch("best_tokens", BestTokens, static[:4], *tensors, spec.index_scale)
+    fields = dict(index_scores=scores)
+    if sums is not None:
+        mass = torch.empty_like(best, dtype=torch.float32)
+        rows = mass.new_zeros(2, *mass.shape[:-1])
+        if best.numel():
+            of_loss = (sums.view(*best.shape[:3], -1), lse, mass, rows, spec.index_scale)
+            launch("index_loss", LossSums, static, q_index, k_index, best, *where, *of_loss)
+        fields |= dict(index_mass=mass, index_tokens=best)
+    if call.packed:
+        fields = {name: x if x is None else x.squeeze(0) for name, x in fields.items()}
+    return fields if sums is None else fields | dict(index_sums=rows.flatten(1).sum(1))
 
 
 def index_loss_backward(

@@ -229,12 +229,12 @@ def _choices(policy: MemoryPolicy, needs_grad: bool) -> tuple[tuple[bool, bool, 
 @lru_cache(maxsize=256)
 def _plan_memory(sizes: Sizes, choices: tuple[tuple[bool, bool, bool], ...], budget: int | None) -> MemoryPlan:
     for kept in choices:
-        for count in range(1, 2 if sizes.one_branch else sizes.Hkv + 1):  # one branch computes all heads at once
+        for count in range(1, sizes.Hkv + 1):
             heads = -(-sizes.Hkv // count)
             parts = predict(sizes, heads, kept)
             if budget is None or parts["saved"] + max(parts["forward"], parts["backward"]) <= budget:
                 return MemoryPlan(split_heads(sizes.Hkv, heads), kept)
-    return MemoryPlan(split_heads(sizes.Hkv, sizes.Hkv if sizes.one_branch else 1), choices[-1])
+    return MemoryPlan(split_heads(sizes.Hkv, 1), choices[-1])
 
 
 def split_heads(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:

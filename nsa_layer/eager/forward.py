@@ -105,7 +105,8 @@ def _forward_batch(batch: Call, width: int, q_offset: int, window_offset: int) -
     with component("gate"):
         g = gate_values(batch.q, batch.gate_weight, batch.gates, len(config.branches))
         o = gated_sum(g, *config.of_branches((o_cmp, o_slc, o_swa)))
-    saved |= dict(block_indices=lists if batch.block_indices is None else None, index_scores=scores)
+    saved |= dict(block_indices=lists if batch.block_indices is None else None)
+    saved |= dict(index_scores=scores if spec.index_scores else None)
     saved |= dict(g=None if batch.gate == "none" else g, lse_cmp=lse_cmp, lse_slc=lse_slc, lse_swa=lse_swa)
     return o.to(batch.q.dtype), Saved(**saved)
 

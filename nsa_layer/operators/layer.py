@@ -22,7 +22,7 @@ from nsa_layer.saved_shapes import saved_shapes
 
 Tensor = torch.Tensor
 SCHEMA_TYPES = {"int": "int", "int | None": "int?", "bool": "bool", "str": "str", "tuple[str, ...]": "str"}
-OF_SPEC = "bool causal, float softmax_scale, str backend, float? index_scale, bool index_loss"
+OF_SPEC = "bool causal, float softmax_scale, str backend, float? index_scale, bool index_loss, bool index_scores"
 CONFIG = f"{', '.join(f'{SCHEMA_TYPES[f.type]} {f.name}' for f in fields(NSAConfig))}, {OF_SPEC}"
 SPEC_FIELDS = tuple(each.split()[-1] for each in OF_SPEC.split(", "))
 STATIC_NAMES = (*CONFIG_FIELDS, *SPEC_FIELDS)
@@ -38,6 +38,7 @@ def attend(
     Where the dispatcher would do nothing, the operator is called as a function, to save time. The reference is no
     operator.
     """
+    call = call.with_scores(return_aux)
     (q, k), spec, needs_grad = call[:2], call.spec, call.needs_grad
     if spec.backend == "reference":
         return reference.attend(call)
@@ -49,9 +50,9 @@ def attend(
         rows = spec.config.compressed_capacity(k.shape[0])
         call = call.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
     heads, kept = k.shape[-2], NOTHING
-    if spec.backend == "cute" and not call.one_branch:
+    if spec.backend == "cute":
         if dispatcher_sees(q):
-            heads, kept = None, kept_in_graphs(memory, needs_grad)
+            heads, kept = None, kept_in_graphs(memory, needs_grad and not call.one_branch)
         else:
             plan = plan_memory(Sizes.of(call, needs_grad=needs_grad), memory, q.device)
             heads, kept = plan.groups[0][1], plan.kept

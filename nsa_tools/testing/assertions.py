@@ -29,7 +29,7 @@ def assert_close_to_reference(
     got = run(backend, inputs, block_indices.to(device) if listed else None)
     for name, x in got.tensors().items():
         assert not x.isnan().any(), f"{name} has NaN\n{case!r}"
-        assert name in LSES or x.isfinite().all(), f"{name} is not finite\n{case!r}"
+        assert name in (*LSES, "index_scores") or x.isfinite().all(), f"{name} is not finite\n{case!r}"
     if listed:
         assert torch.equal(got.aux.block_indices.cpu(), block_indices), f"other lists than those given\n{case!r}"
     elif got.aux.block_indices is not None:
@@ -45,7 +45,7 @@ def assert_close_to_reference(
     rounded = cache(partial(_moved_by_rounding, with_choice, inputs, truth))
     for name, exact in truth.tensors().items():
         acc = accumulation_dtype(case.dtype)
-        x, dtype = got.tensors()[name], acc if name in (*LSES, "gates", "index_loss") else case.dtype
+        x, dtype = got.tensors()[name], acc if name in (*LSES, "gates", "index_loss", "index_scores") else case.dtype
         assert x.shape == exact.shape, f"{name} has shape {tuple(x.shape)}, not {tuple(exact.shape)}\n{case!r}"
         assert x.dtype == dtype, f"{name} is {x.dtype}, not {dtype}\n{case!r}"
         given = x, straight.tensors()[name], exact

@@ -98,7 +98,7 @@ class Result:
         """Everything that is compared in value, by name."""
         grads = {f"d{name}": grad for name, grad in self.grads.items()}
         found = {"o": self.o, "gates": self.aux.gates, **{name: getattr(self.aux, name) for name in LSES}, **grads}
-        found |= {"index_loss": self.index_loss}
+        found |= {"index_loss": self.index_loss, "index_scores": self.aux.index_scores}
         return {name: x for name, x in found.items() if x is not None}
 
 
@@ -150,7 +150,8 @@ def run(backend: Backend, inputs: Inputs, block_indices: torch.Tensor | None = N
         case.lengths is not None and block_indices is None and aux.block_indices is not None
     ):  # without the capacity for other lengths
         rows, width = sum(map(case.config.num_tiles, case.lengths)), case.config.list_width(max(case.lengths))
-        aux = replace(aux, block_indices=aux.block_indices[:rows, :, :width])
+        of_lists = {name: getattr(aux, name) for name in ("block_indices", "index_scores")}
+        aux = replace(aux, **{name: x if x is None else x[:rows, :, :width] for name, x in of_lists.items()})
     results, of_results = [o, *loss], [inputs.do, *map(torch.ones_like, loss)]
     grads = torch.autograd.grad(results, list(leaves.values()), of_results, materialize_grads=True)
     return Result(o.detach(), aux, dict(zip(leaves, grads, strict=True)), *(x.detach() for x in loss))

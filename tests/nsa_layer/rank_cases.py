@@ -104,6 +104,8 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
         torch.testing.assert_close(here, part(name, chosen), **CLOSE)
         assert more.eq(padding).all()
     for name, whole in expected.tensors().items():
+        if name == "index_scores":  # as compared above
+            continue
         x = result.tensors()[name]
         if name[1:] in WEIGHTS:
             dist.all_reduce(x, group=group)

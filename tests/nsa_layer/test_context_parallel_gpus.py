@@ -91,7 +91,8 @@ def whole_call(cp: ContextParallel, given: Call) -> Any:
     lses = (None if (x := getattr(aux, name)) is None else whole(x, -1) for name in LSES)
     # Each rank's gradient of the loss is its part.
     sums = [torch.stack((cp.size * x - (cp.size - 1) * x.detach(), torch.ones_like(x))) for x in losses]
-    return whole(o), Aux(whole(aux.block_indices), whole(aux.gates), *lses), *sums
+    scores = None if aux.index_scores is None else whole(aux.index_scores)
+    return whole(o), Aux(whole(aux.block_indices), whole(aux.gates), *lses, scores), *sums
 
 
 @pytest.mark.parametrize("name, load_balance", [*((name, "zigzag") for name in CASES), ("batch", None)])

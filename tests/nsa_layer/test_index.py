@@ -60,7 +60,7 @@ def test_the_last_queries_of_longer_keys() -> None:
     inputs = make_inputs(OPERATOR["selected, gates"])
     last = {name: getattr(inputs, name)[:, 93:] for name in ("q", "gates", "q_index")}
     leaves = {name: x.clone().requires_grad_() for name, x in (inputs.tensors() | last).items()}
-    call = Call(**leaves, q_offset=torch.tensor([93]), spec=inputs.case.spec)
+    call = Call(**leaves, q_offset=torch.tensor([93]), spec=inputs.case.spec).with_scores(True)
     o, aux, sums = reference.attend(call)
     do, d = inputs.do[:, 93:], torch.tensor([1.0, 0.0]).double()
     want = (
@@ -199,10 +199,11 @@ def test_a_branch_that_is_not_there_launches_nothing(branches: tuple[str, ...], 
     assert names["_flash_attn_fwd"] == len(branches) and names["_flash_attn_bwd"] == dense
     assert names["_bwd_postprocess_convert"] == (dense > 0) + 2 * dense  # dq once, and dk and dv of each
     assert names["index_topk"] == by_index and names["union_lists"] == 2 * by_index
-    assert all(names[of] == with_loss for of in ("best_tokens", "index_loss", "index_dq", "index_dk"))
+    assert names["best_tokens"] == by_index  # of the scores that `Aux` has
+    assert all(names[of] == with_loss for of in ("index_loss", "index_dq", "index_dk"))
     assert names["mean_pool"] == names["mean_pool_backward"] == ("compressed" in branches)
     assert names["gated_sum"] == names["gated_sum_backward"] == (branches != ("selected",) or gate != "none")
-    assert result.aux.gates.shape[-1] == len(branches) and result.aux.index_scores is None
+    assert result.aux.gates.shape[-1] == len(branches) and (result.aux.index_scores is None) != by_index
 
 
 class Whole(torch.nn.Module):

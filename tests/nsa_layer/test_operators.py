@@ -100,6 +100,10 @@ KERNELS = {
     "given": (PACK, dict(heads=1, lists=3, **ALL)),
     "given to heads": (other(TILES, q_tile=32), dict(heads=1, lists=3, by_head=True, **ALL)),
     "index": (dataclasses.replace(other(TOKENS, "none", **BY_INDEX), index_dim=32), dict(heads=2)),
+    "index in groups": (
+        dataclasses.replace(other(TOKENS, "none", **BY_INDEX), index_dim=32, one_key=True),
+        dict(heads=1, index_scores=True),
+    ),
     "packed index, gates": (
         dataclasses.replace(other(PACK, **BY_INDEX), index_dim=16, one_key=True),
         dict(heads=1, **ALL),
@@ -120,7 +124,7 @@ def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(name: str) ->
         check(*on_kernels(name), test_utils=OF_SHAPES)
 
 
-GROUPED = "by token", "packed, recomputed, gates", "packed tiles, own keys", "packed in groups", "index"
+GROUPED = "by token", "packed, recomputed, gates", "packed tiles, own keys", "packed in groups", "index in groups"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The token of each listed block with the largest index score, the first of several.
+"""The token of each listed block with the largest index score, the first of several, and that score.
 
 A warp has up to 32 tokens of a tile of 128 rows, goes through the tile's union of lists, and multiplies by mma.sync
 what any of its tokens lists. Operands go from memory to registers: a lane holds neighbouring numbers of a row, a
@@ -36,20 +36,22 @@ class BestTokens:
         self.shares = max(1, UNION_BLOCK // block_size)  # blocks of an entry
         self.words_of_block = words // self.shares
         unions = "B H M", "B H M R", f"B H M R {words}"
-        self.shapes = "B T H D", "B S Hk D", *unions, f"B T H {n}", "starts", "starts", "sequences", "starts"
+        starts = "starts", "starts", "sequences", "starts"
+        self.shapes = "B T H D", "B S Hk D", *unions, f"B T H {n}", *starts, f"B T H {n}"
 
     @cute.jit
     def __call__(self, *arguments):
         """q_index, k_index; counts, blocks and bits of unions; best tokens, filled with -1; starts of packed queries
-        and keys, positions of first queries, starts of tiles; stream. Packed tensors have a batch of one."""
-        tensors, stream = arguments[:-1], arguments[-1]
+        and keys, positions of first queries, starts of tiles; scores, filled with -inf, or None; index_scale; stream.
+        Packed tensors have a batch of one."""
+        tensors, (scale, stream) = arguments[:-2], arguments[-2:]
         B, H, M = tensors[2].shape
         grid = [cute.ceil_div(B * H * M * self.warps, WARPS), 1, 1]
-        self.kernel(tensors).launch(grid=grid, block=[WARP * WARPS, 1, 1], stream=stream)
+        self.kernel(tensors, scale).launch(grid=grid, block=[WARP * WARPS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, tensors: tuple):
-        q, k, counts, blocks, bits, best, cu, cu_keys, q_offset, cu_tiles = tensors
+    def kernel(self, tensors: tuple, scale: Float32):
+        q, k, counts, blocks, bits, best, cu, cu_keys, q_offset, cu_tiles, scores = tensors
         B, H, M = counts.shape
         job = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         part, tile = job % self.warps, job // self.warps
@@ -65,15 +67,16 @@ class BestTokens:
             if const_expr(q_offset is not None):
                 position += q_offset[sequence]
             of_keys = cute.domain_offset((first_key, 0), k[batch, None, head % k.shape[2], None])
-            of_head = q[batch, None, head, None], of_keys, best[batch, None, head, None]
+            outputs = tuple(None if const_expr(x is None) else x[batch, None, head, None] for x in (best, scores))
+            of_head = q[batch, None, head, None], of_keys, *outputs
             union = counts[batch, head, m], blocks[batch, head, m, None], bits[batch, head, m, None, None]
-            self.visit(of_head, union, row, position, keys, part)
+            self.visit(of_head, union, row, position, keys, part, scale)
 
     @cute.jit
-    def visit(self, of_head: tuple, union: tuple, row: Int32, position: Int32, keys: Int32, part: Int32):
+    def visit(self, of_head: tuple, union: tuple, row: Int32, position: Int32, keys: Int32, part: Int32, scale):
         """All entries of a union, for a warp's tokens; row and position: of the first of them; part: its number in the
         tile."""
-        (q, k, best), (count, blocks, bits) = of_head, union
+        (q, k, best, of_blocks), (count, blocks, bits) = of_head, union
         halves, steps, each = self.halves, self.D // 16, self.D // 4
         products = UNION_BLOCK // self.shares // SIDE  # of an entry's block
         ahead = min(products, max(1, MOST_AHEAD // self.D))
@@ -140,6 +143,8 @@ class BestTokens:
                                 tops[half] = score
                                 if x == 0:
                                     best[row + half * SIDE + g, listed[half] - 1] = token
+                                    if const_expr(of_blocks is not None):
+                                        of_blocks[row + half * SIDE + g, listed[half] - 1] = score * scale
 
 
 def of_quad(score: Float32, token: Int32) -> tuple[Float32, Int32]:

@@ -12,8 +12,10 @@ import torch
 from fa_compile import shared_worker
 from test_select_blocks import BY_INDEX, VARIANTS, Ranges, changed, traced_layer
 
+from nsa_layer import reference, support
 from nsa_layer.call import Call, Saved
 from nsa_layer.checks import starts_of_lengths
+from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.eager import forward as eager_forward
 from nsa_layer.eager import index as eager_index
 from nsa_tools.testing.cases import make_inputs
@@ -55,7 +57,6 @@ def call_of(name: str, *, integers: bool = False, G: int = 4, ranges: Ranges | N
 
 def by_kernels(call: Call, rows: slice = slice(None)) -> tuple[Tensor, Saved, tuple[Tensor, ...]]:
     """o, what is saved, and gradients of 0.7 times the numerator of some rows, of q_index and k_index."""
-    from nsa_layer.cute.memory_plan import MemoryPlan
     from nsa_layer.cute.pages import backward, forward
 
     how = dict(plan=MemoryPlan(((0, call.k.shape[-2]),), (False,) * 3))
@@ -149,6 +150,21 @@ def test_loss_of_earlier_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(x[:, :T], y[:, :T]) for x, y in zip(results[0], results[-1], strict=True))
         assert not any(x[:, T:].any() for x in grads)
         assert all(bool(x.any()) == (T > 64) for x in grads)  # one free block has no gradient
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["default", "packed, unforced"])
+def test_scores_are_those_of_the_definition_and_need_no_loss(name: str) -> None:
+    call = call_of(name, integers=True).with_scores(True)
+    saved = by_kernels(call)[1]
+    alone = call._replace(spec=replace(call.spec, index_loss=False))
+    pages, plan = support.pages("cute"), MemoryPlan(((0, call.k.shape[-2]),), (False,) * 3)
+    without = pages.forward(alone, plan=plan)[1]
+    assert without.index_mass is without.index_sums is None and without.index_scores.equal(saved.index_scores)
+    exact = call._replace(block_indices=saved.block_indices).map(Tensor.double, TENSORS)
+    torch.testing.assert_close(saved.index_scores, reference.attend(exact)[1].index_scores.float())
+    without = pages.forward(alone._replace(spec=replace(alone.spec, index_scores=False)), plan=plan)[1]
+    assert without.index_scores is None
 
 
 @pytest.mark.gpu
