@@ -95,6 +95,7 @@ SUPPORTED = (
     "deterministic backward",
     "packed sequences",
     "nsa_with_kvcache",
+    "caches in float8_e4m3fn",
     "context parallelism",
 )
 LACKING: dict[str, Callable[[Call], bool]] = {
@@ -118,7 +119,6 @@ LACKING: dict[str, Callable[[Call], bool]] = {
     "index of other than 16, 32, 64 or 128 dimensions": lambda call: (
         call.q_index is not None and call.q_index.shape[-1] not in INDEX_DIMS
     ),
-    "caches in float8_e4m3fn": lambda call: call.cache is not None and call.cache.in_fp8,
 }
 
 

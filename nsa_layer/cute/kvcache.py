@@ -24,7 +24,7 @@ import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import check_slots
-from nsa_layer.call import CACHES, COMPRESSED_CACHES, TOKEN_CACHES, Call, Saved, Signature, lse_shape
+from nsa_layer.call import CACHES, COMPRESSED_CACHES, SCALES, TOKEN_CACHES, Call, Saved, Signature, lse_shape
 from nsa_layer.cute.forward import forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
@@ -109,7 +109,7 @@ def needs_host_lengths(call: Call) -> bool:
 
 def _how_read(call: Call) -> str:
     """The way that attention reads the caches: "rows", "pages" or "copies"."""
-    if call.k is None:
+    if call.k is None or call.cache.in_fp8:
         return "copies"
     if call.cache.page_table is None and call.cache.cache_batch_idx is None and not call.packed:
         return "rows"
@@ -120,7 +120,7 @@ def _how_read(call: Call) -> str:
 
 
 def _bytes_of_tokens(call: Call, tokens: int, names: Sequence[str] = TOKEN_CACHES) -> int:
-    return sum(tokens * x.shape[2:].numel() * x.element_size() for x in call.cache.named(names).values())
+    return sum(tokens * x.shape[2:].numel() * call.q.element_size() for x in call.cache.named(names).values())
 
 
 def _bytes_copied(call: Call) -> int:
@@ -171,10 +171,12 @@ class _Chunk:
         compressed = self._tensors("k_cmp_cache", "v_cmp_cache") if self.how == "rows" else (None, None)
         *new, k_index = self._tensors(*TOKEN_CACHES)
         *caches, index_cache = self._tensors(*CACHES[: len(TOKEN_CACHES)])
+        *scales, index_scale = self._tensors(*SCALES[: len(TOKEN_CACHES)])
         behind, starts = {"rows": "rows", "pages": "block", "copies": ""}[self.how], (self.call.cu_seqlens, None)
-        append((*new, None, None), (*caches, *compressed), self.tables, self.slots, starts, behind=behind)
+        where, none = (self.tables, self.slots, starts), [None] * 5
+        append((*new, None, None), (*caches, *compressed), *where, behind=behind, scales=(*scales, None, None))
         if k_index is not None:
-            append((k_index, *[None] * 5), (index_cache, *[None] * 5), self.tables, self.slots, starts)
+            append((k_index, *none), (index_cache, *none), *where, scales=(index_scale, *none))
 
     def complete(self) -> None:
         """Write the compressed keys and values of blocks that the call completes: the caller's, or of cached tokens."""
@@ -185,6 +187,7 @@ class _Chunk:
         projected = call.compress_k_weight is not None or call.compress_v_weight is not None
         if not projected and all(x is None or rows_aligned(x) for x in (*sources, *lacking)):
             sizes = dict(block_size=span, stride=stride, most=call.config.most_completed(call.longest))
+            sizes |= dict(scales=self._tensors(*SCALES[:2]), compressed_scales=self._tensors(*SCALES[-2:]))
             complete_blocks(sources, lacking, self.tables, self.slots, **sizes)
             sources = None, None
         if all(x is None for x in (*sources, *new)):
@@ -192,9 +195,13 @@ class _Chunk:
         part = slice(0, call.B)
         blocks = self._layout(part, 1, stride - 1, stride)
         if any(x is not None for x in sources):
-            tokens, starts = self._copied(sources, part, SRC_ROWS, 1, span - 1)
-            new = tuple(x if y is None else y for x, y in zip(new, self._compress(tokens, starts, *blocks)))
-        append((*[None] * 4, *new), (*[None] * 4, *caches), self.tables, self.slots, (None, blocks[0]))
+            exact = torch.float32 if call.cache.in_fp8 else call.q.dtype
+            tokens, starts = self._copied(sources, part, SRC_ROWS, 1, span - 1, self._tensors(*SCALES[:2]), dtype=exact)
+            means = self._compress(tokens, starts, *blocks, dtype=exact)
+            new = tuple(x if y is None else y for x, y in zip(new, means))
+        none, scales = [None] * 4, self._tensors(*SCALES[-2:])
+        where = self.tables, self.slots, (None, blocks[0])
+        append((*none, *new), (*none, *caches), *where, scales=(*none, *scales))
 
     def parts(self) -> list[slice]:
         """Sequences that attend together: as many with queries as `WORKSPACE` holds copies of."""
@@ -237,22 +244,26 @@ class _Chunk:
         call, starts, more, config = self.call, None, {}, self.call.config
         capacity = call.cache.capacity
         count = config.compressed_length(capacity) if config.computes("compressed") else 0
-        caches = self._tensors(*CACHES)
+        caches, scales = self._tensors(*CACHES), self._tensors(*SCALES)
         kv, of_window, index, compressed = caches[:2], caches[2:4], (caches[4], None), caches[5:]
         if self.how == "rows":
             kv, of_window, index = (_map_pair(aligned_rows, pair) for pair in (kv, of_window, index))
             compressed = _map_pair(lambda x: aligned_rows(x[:, :count]), compressed)
         elif self.how == "copies":
-            (kv, starts), (of_window, _) = (self._copied(pair, part, KV_ROWS, 0, capacity) for pair in (kv, of_window))
+            (kv, starts), (of_window, _) = (
+                self._copied(pair, part, KV_ROWS, 0, capacity, of_pair)
+                for pair, of_pair in ((kv, scales[:2]), (of_window, scales[2:4]))
+            )
         else:
             if config.computes("window"):
                 of_window = tuple(shared if x is None else x for x, shared in zip(of_window, kv))
-                of_window, starts = self._copied(of_window, part, WIN_ROWS, 1, config.window_reach, side_stream)
+                side = dict(side_stream=side_stream)
+                of_window, starts = self._copied(of_window, part, WIN_ROWS, 1, config.window_reach, **side)
                 more = dict(win_offset=self.slots[CacheSlots.IN_WINDOW, part], cu_seqlens_win=starts)
             more["pages"] = self.tables[0][part]
         if self.how != "rows":
-            compressed, _ = self._copied(compressed, part, CMP_ROWS, 0, count)
-            index, _ = self._copied(index, part, KV_ROWS, 0, capacity)
+            compressed, _ = self._copied(compressed, part, CMP_ROWS, 0, count, scales[5:])
+            index, _ = self._copied(index, part, KV_ROWS, 0, capacity, (scales[4], None))
         sources = tuple(x if y is None else None for x, y in zip(kv, compressed))
         if count and any(x is not None for x in sources):
             blocks = self._layout(part, 0, count)
@@ -269,6 +280,9 @@ class _Chunk:
         fields: tuple[int, int],
         factor: int,
         more: int,
+        scales: Pair = (None, None),
+        *,
+        dtype: torch.dtype | None = None,
         side_stream: SideStream | None = None,
     ) -> tuple[Pair, Tensor | None]:
         """Rows of the part's sequences in two caches, side by side, and their starts.
@@ -276,6 +290,8 @@ class _Chunk:
         Args:
             fields: of the first slot, and of the number of rows.
             factor, more: rows of a sequence, as for `_layout`.
+            scales: of the caches, in FP8.
+            dtype: of the copies; None: q's.
             side_stream: that copies, if there is one.
         """
         if all(x is None for x in caches):
@@ -283,9 +299,10 @@ class _Chunk:
         starts, lead = self._layout(part, factor, more)
         table = self.tables[int(fields == CMP_ROWS)]
         caches, table = (_map_pair(lambda x: x[part], caches), None) if table is None else (caches, table[part])
-        copies = _map_pair(lambda x: x.new_empty(*lead, *x.shape[2:]), caches)
+        dtype = self.call.q.dtype if dtype is None else dtype
+        copies = _map_pair(lambda x: x.new_empty(*lead, *x.shape[2:], dtype=dtype), caches)
         with nullcontext() if side_stream is None else side_stream.launches():
-            gather(caches, copies, table, self.slots[:, part], fields, starts)
+            gather(caches, copies, table, self.slots[:, part], fields, starts, scales)
         return copies, starts
 
     def _layout(self, part: slice, factor: int, more: int, size: int = 1) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -301,20 +318,29 @@ class _Chunk:
         starts = (*accumulate(sizes, initial=0),)
         return numbers_on((starts,), call.q.device)[0], starts[-1:]
 
-    def _compress(self, tokens: Pair, starts: Tensor | None, cmp_starts: Tensor | None, lead: tuple[int, ...]) -> Pair:
-        """Compressed keys of k and values of v, as the layer makes and rounds them; lead: their leading dimensions."""
-        call, exact = self.call, torch.float32
+    def _compress(
+        self,
+        tokens: Pair,
+        starts: Tensor | None,
+        cmp_starts: Tensor | None,
+        lead: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+    ) -> Pair:
+        """Compressed keys of k and values of v, as the layer makes and rounds them; lead: their leading dimensions;
+        dtype: None for q's."""
+        call, exact, dtype = self.call, torch.float32, self.call.q.dtype if dtype is None else dtype
         weights = call.compress_k_weight, call.compress_v_weight
-        k_dtype, v_dtype = (call.q.dtype if weight is None else exact for weight in weights)
+        k_dtype, v_dtype = (dtype if weight is None else exact for weight in weights)
         options = dict(block_size=call.config.span, stride=call.config.stride, k_dtypes=(k_dtype,), v_dtype=v_dtype)
         if starts is not None:
             options |= dict(cu_seqlens=starts, cu_blocks=cmp_starts, total_blocks=lead[0])
         k_means, v_mean = mean_pool(*tokens, **options)
         means = k_means[0] if k_means else None, v_mean
-        return tuple(x if x is None else aligned_rows(project(x, w).to(call.q.dtype)) for x, w in zip(means, weights))
+        return tuple(x if x is None else aligned_rows(project(x, w).to(dtype)) for x, w in zip(means, weights))
 
     def _tensors(self, *names: str) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self.call.cache if name in CACHES else self.call, name) for name in names)
+        of_cache = {*CACHES, *SCALES}
+        return tuple(getattr(self.call.cache if name in of_cache else self.call, name) for name in names)
 
 
 def _map_pair(change: Callable[[Tensor], Tensor], pair: Pair) -> Pair:

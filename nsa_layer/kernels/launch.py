@@ -28,6 +28,7 @@ DTYPES = {
     torch.float16: cutlass.Float16,
     torch.bfloat16: cutlass.BFloat16,
     torch.float32: cutlass.Float32,
+    torch.float8_e4m3fn: cutlass.Float8E4M3FN,
     torch.int32: cutlass.Int32,
     torch.int64: cutlass.Int64,
 }

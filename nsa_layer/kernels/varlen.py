@@ -51,11 +51,12 @@ def vector(x: cute.Tensor, row: Int32, lane: Int32, size: int) -> cute.Tensor:
 
 
 def load_once(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Load 16 bytes that nobody reads again, so not kept in L1. Not marked invariant: the compiler would move loads
-    behind stores."""
+    """Load up to 16 bytes that nobody reads again, so not kept in L1. Not marked invariant: the compiler would move
+    loads behind stores."""
     no_l1 = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE
     op, dtype = cute.nvgpu.CopyG2ROp(), source.element_type
-    cute.copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=128, l1c_evict_priority=no_l1), source, target)
+    bits = dtype.width * cute.size(source)
+    cute.copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=bits, l1c_evict_priority=no_l1), source, target)
 
 
 def divided(total: cute.Tensor, by: float) -> cute.TensorSSA:

@@ -242,8 +242,8 @@ class NSACache(LastingTensors):
             slots = self._slots(b.expand_as(token), token.minimum(length - 1).clamp(min=0))
             tokens = []
             for cache, x, scale in zip(kept, new, map(call.cache.scale, "kv")):
-                x = in_cache_dtype(x, scale, cache.dtype)
-                tokens.append(dequantise(torch.where(old, cache[slots], x[row_of_new]), scale, call.q.dtype))
+                stored = cache[slots], in_cache_dtype(x, scale, cache.dtype)[row_of_new]
+                tokens.append(torch.where(old, *(dequantise(x, scale, call.q.dtype) for x in stored)))
             for into, x in zip(results, compress(*tokens), strict=True):
                 into[sent(rows, into.device)] = x.to(into.dtype)
         if self.sources:

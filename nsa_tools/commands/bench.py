@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     others = {flag for action in parser._actions for flag in action.option_strings} - {"--from", "--chart"}
     parser.refuse_unread(argv, UNREAD | {"--from": tuple(others)})
+    if args.cache_dtype and not args.decode:
+        parser.error("--cache-dtype is for --decode")
     if args.decode and args.mode == "both" and any(word.startswith("--mode") for word in argv):
         parser.error("--decode has no backward, got --mode both")
     if args.chart:
@@ -61,7 +63,8 @@ def main(argv: list[str]) -> int:
     if args.decode:
         steps = []
         for shape in cases:
-            steps.append(decode_steps.measure(shape, args.backend, repeats=args.repeats))
+            fp8 = args.cache_dtype == "fp8"
+            steps.append(decode_steps.measure(shape, args.backend, repeats=args.repeats, fp8=fp8))
             write([], decode=steps)
         gpu = document["environment"].get("gpu") or "CPU"
         print(f"{gpu}: one token for each sequence, {cases[0].dtype_name()}, D {cases[0].D}, {cases[0].config}\n")
@@ -126,6 +129,7 @@ def _parser() -> CommandParser:
         help="time one more token for each of --batch sequences of --seqlen tokens in caches; on a GPU replayed from "
         "CUDA graphs, beside the fork's FlashAttention and PyTorch's scaled_dot_product_attention",
     )
+    parser.add_argument("--cache-dtype", choices=("fp8",), help="with --decode: also with caches in float8_e4m3fn")
     parser.add_argument("--chart", type=_chart_file, help="also draw this file, as PNG and as SVG")
     parser.add_argument("--from", dest="read", type=Path, nargs="+", help="show these JSON files, measure nothing")
     return parser

@@ -28,7 +28,8 @@ Step = Callable[[dict], torch.Tensor]
 class DecodeRow:
     """Microseconds of one step by variant, None where it failed; bytes that the layer's step has to read.
 
-    "dense" is the fork's FlashAttention, which has no splits on Hopper, "sdpa" PyTorch's.
+    "nsa fp8" has the same caches in FP8, "dense" is the fork's FlashAttention, which has no splits on Hopper, "sdpa"
+    PyTorch's.
     """
 
     T: int
@@ -53,6 +54,11 @@ def step_bytes(shape: Shape) -> int:
     )
     keys = sum(of_branches[branch] for branch in config.branches)
     return shape.B * (2 * shape.Hkv * keys * shape.D + shape.T * index_heads * shape.index_dim) * shape.dtype.itemsize
+
+
+def in_fp8(inputs: dict) -> dict:
+    """The same with caches in FP8."""
+    return inputs | {name: x.to(torch.float8_e4m3fn) for name, x in inputs.items() if name.endswith("_cache")}
 
 
 def make_set(shape: Shape) -> dict:
@@ -90,22 +96,25 @@ def decode_variants(shape: Shape, backend: str | None) -> dict[str, Step]:
     return {"nsa": lambda inputs: nsa_with_kvcache(**inputs, backend=backend), **on_gpu, "sdpa": sdpa}
 
 
-def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
-    """The row of a shape; a variant that fails is part of it."""
+def measure(shape: Shape, backend: str | None, *, repeats: int, fp8: bool = False) -> DecodeRow:
+    """The row of a shape; a variant that fails is part of it; fp8: with caches in FP8 too."""
     on_gpu, needed = shape.device.startswith("cuda"), step_bytes(shape)
-    sets, steps = 1, dict.fromkeys(decode_variants(shape, backend), 1)
+    sets, steps = 1, dict.fromkeys(("nsa", *["nsa fp8"] * fp8, *decode_variants(shape, backend)), 1)
     if on_gpu:
-        whole = 2 * shape.B * shape.T * shape.Hkv * shape.D * shape.dtype.itemsize
+        whole = 2 * shape.B * shape.T * shape.Hkv * shape.D * (shape.dtype.itemsize + fp8)
         most = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
         sets = max(1, min(-(-ROTATED_BYTES // needed), most))
         block = min(shape.T, shape.config.block_size)
-        steps |= dict.fromkeys(steps, max(LEAST_STEPS, sets)) | dict(nsa=-(-sets // block) * block)
+        of_layer = {name: -(-sets // block) * block for name in steps if name.startswith("nsa")}
+        steps |= dict.fromkeys(steps, max(LEAST_STEPS, sets)) | of_layer
     inputs = [make_set(shape) for _ in range(sets)]
+    rounded = [in_fp8(each) for each in inputs] if fp8 else []
     calls, failed, us = {}, {}, {}
-    for name, step in decode_variants(shape, backend).items():
-        us[name] = None
+    for name in steps:
+        us[name], step = None, decode_variants(shape, backend)[name.removesuffix(" fp8")]
+        own = rounded if name.endswith("fp8") else inputs
         try:
-            calls[name] = captured_steps(step, inputs, steps[name]) if on_gpu else lambda step=step: step(inputs[0])
+            calls[name] = captured_steps(step, own, steps[name]) if on_gpu else lambda step=step, x=own[0]: step(x)
             calls[name]()
         except Exception as error:  # its row says so, and the others go on
             calls.pop(name, None)

@@ -43,7 +43,7 @@ def decode_steps(rows: Sequence[DecodeRow]) -> str:
     shown = []
     for row in rows:
         times = ["failed" if row.us[name] is None else f"{row.us[name]:,.1f}" for name in names]
-        rival = [us for name, us in row.us.items() if name != "nsa" and us is not None]
+        rival = [us for name, us in row.us.items() if not name.startswith("nsa") and us is not None]
         over = f"{min(rival) / row.us['nsa']:.1f}" if rival and row.us["nsa"] else ""
         rate = f"{row.bytes / row.us['nsa'] / 1e6:.2f}" if row.us["nsa"] else ""
         shown.append([f"{row.Hq}/{row.Hkv}", f"{row.T:,}", str(row.B), *times, over, f"{row.bytes / 1e6:,.1f}", rate])

@@ -15,6 +15,7 @@ from nsa_layer.cute import kvcache
 from nsa_layer.eager import pooling
 from nsa_layer.eager.forward import attend
 from nsa_layer.kernels.cache_rows.locate import CacheSlots as At
+from nsa_layer.kvcache.fp8 import dequantise, in_cache_dtype
 
 Tensor = torch.Tensor
 BEHIND = 5
@@ -65,8 +66,10 @@ def _spots(cache: Tensor, table: Tensor | None, b: int, first: int, count: int) 
     return (b, at) if table is None else (table[b].long()[at // cache.shape[1]], at % cache.shape[1])
 
 
-def append(x, caches, tables, slots, starts=(None, None), *, behind=""):
+def append(x, caches, tables, slots, starts=(None, None), *, behind="", scales=(None,) * 6):
     for i, (own, cache) in enumerate(zip(x, caches)):
+        if cache is not None and own is not None:
+            own = in_cache_dtype(own, scales[i], cache.dtype)
         fields = (At.CMP_FIRST, At.CMP_NEW, At.CMP_END) if i >= 4 else (At.FIRST, At.NEW, At.END)
         for b, (first, count, end) in enumerate(zip(*(slots[field].tolist() for field in fields))):
             if cache is not None and own is not None:
@@ -77,25 +80,28 @@ def append(x, caches, tables, slots, starts=(None, None), *, behind=""):
                 cache[_spots(cache, tables[i // 4], b, end, rows)] = 0
 
 
-def complete_blocks(caches, compressed, tables, slots, *, block_size, stride, most):
+def complete_blocks(
+    caches, compressed, tables, slots, *, block_size, stride, most, scales=(None, None), compressed_scales=(None, None)
+):
     config = NSAConfig(compress_stride=stride, block_size=block_size)
-    for cache, to in zip(caches, compressed):
+    for cache, to, scale, cmp_scale in zip(caches, compressed, scales, compressed_scales):
         if to is None:
             continue
         for b, (first, count, source) in enumerate(slots[[At.CMP_FIRST, At.CMP_NEW, At.SOURCE]].T.tolist()):
             assert count <= most
             if count:
                 tokens = cache[_spots(cache, tables[0], b, source, (count - 1) * stride + block_size)]
-                to[_spots(to, tables[1], b, first, count)] = pooling.mean_pool(tokens[None], config=config)[0]
+                means = pooling.mean_pool(dequantise(tokens, scale, torch.float32)[None], config=config)[0]
+                to[_spots(to, tables[1], b, first, count)] = in_cache_dtype(means, cmp_scale, to.dtype)
 
 
-def gather(caches, x, table, slots, fields, cu_seqlens):
-    for own, cache in zip(x, caches):
+def gather(caches, x, table, slots, fields, cu_seqlens, scales=(None, None)):
+    for own, cache, scale in zip(x, caches, scales):
         for b, (first, count) in enumerate(zip(*(slots[field].tolist() for field in fields))):
             if cache is not None:
                 rows = _rows(own, cu_seqlens, b)
                 rows[...] = torch.nan
-                rows[:count] = cache[_spots(cache, table, b, first, count)]
+                rows[:count] = dequantise(cache[_spots(cache, table, b, first, count)], scale, rows.dtype)
                 rows[count : count + BEHIND] = 0
 
 

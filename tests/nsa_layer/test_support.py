@@ -71,7 +71,6 @@ UNSUPPORTED = {
     "blocks that more than 64 compressed keys overlap": dict(
         config=NSAConfig(block_size=128, compress_size=2, compress_stride=1)
     ),
-    "caches in float8_e4m3fn": dict(config=NSAConfig(), cached=torch.float8_e4m3fn),
 }
 
 
@@ -93,6 +92,7 @@ SUPPORTED = {
     "lists for each token": dict(config=NSAConfig(), lists=(1, 3)),
     **{f"an index of {Di}": dict(config=INDEX, index_dim=Di, rows=200) for Di in (16, 32, 64, 128)},
     "caches of an index": dict(config=INDEX, cached=torch.bfloat16, index_dim=32),
+    "caches in float8_e4m3fn": dict(config=NSAConfig(), cached=torch.float8_e4m3fn),
     "an index of all branches, and its loss": dict(config=NSAConfig(rule="index"), index_loss=True),
     "two branches": dict(config=NSAConfig(branches=("compressed", "selected"))),
     "lists alone": dict(config=_alone(192), alone=True),

@@ -219,12 +219,13 @@ def test_a_decode_step_is_timed_beside_dense_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, options = tmp_path / "decode.json", ["--decode", "--q-tile=1", "--batch=2", "--repeats=2"]
+    options.append("--cache-dtype=fp8")
     assert bench.main([*TINY, "--seqlen", "40", "64", *options, "--json", str(file)]) == 0
     assert "best dense over nsa" in capsys.readouterr().out
     read_bench(file)
     found = json.loads(file.read_text())["decode"]
     assert [row["T"] for row in found] == [40, 64]
-    assert all(set(row["us"]) == {"nsa", "sdpa"} and min(row["us"].values()) > 0 for row in found)
+    assert all(set(row["us"]) == {"nsa", "nsa fp8", "sdpa"} and min(row["us"].values()) > 0 for row in found)
 
     def fail(**_: object) -> None:
         raise RuntimeError("no such kernel")
@@ -233,6 +234,7 @@ def test_a_decode_step_is_timed_beside_dense_attention(
     assert bench.main([*TINY, "--seqlen", "40", *options]) == 1
     shown = capsys.readouterr().out
     assert "failed" in shown and "no such kernel" in shown
+    assert "is for --decode" in refused(bench.main, [*TINY, "--seqlen", "40", "--cache-dtype=fp8"], capsys)
     assert "--packed" in refused(bench.main, [*TINY, "--seqlen", "40", "--decode", "--packed", "2"], capsys)
 
 

@@ -108,9 +108,8 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
             before = lengths[:, None] + torch.arange(1 - cache.config.span, 0, device=lengths.device)
             rows = torch.arange(len(lengths), device=lengths.device)[:, None]
             stored, scale = cache.caches[f"{name[0]}_cache"], cache.scales.get(f"{name[0]}_scale")
-            new = in_cache_dtype(new, scale, stored.dtype)
-            tokens = torch.cat((stored[rows, before.clamp(min=0)], new), dim=1)
-            options[name] = compress(dequantise(tokens, scale, q.dtype))
+            tokens = stored[rows, before.clamp(min=0)], in_cache_dtype(new, scale, stored.dtype)
+            options[name] = compress(torch.cat([dequantise(x, scale, q.dtype) for x in tokens], dim=1))
         options |= cache.caches | cache.scales
         o = nsa_with_kvcache(q, k=k, v=v, cache_seqlens=lengths, config=cache.config, **options)
         lengths += 1

@@ -13,7 +13,16 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 def complete_blocks(
-    caches: Pair, compressed: Pair, tables: Pair, slots: Tensor, *, block_size: int, stride: int, most: int
+    caches: Pair,
+    compressed: Pair,
+    tables: Pair,
+    slots: Tensor,
+    *,
+    block_size: int,
+    stride: int,
+    most: int,
+    scales: Pair = (None, None),
+    compressed_scales: Pair = (None, None),
 ) -> None:
     """Write the means of the blocks that a call completes, summed in fp32, in one launch.
 
@@ -23,9 +32,12 @@ def complete_blocks(
         tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
         slots: of `locate`.
         most: blocks that a sequence can complete.
+        scales, compressed_scales: fp32 [H], of caches and of compressed ones in FP8.
     """
-    pairs = [(cache, to) for cache, to in zip(caches, compressed, strict=True) if to is not None and 0 not in to.shape]
-    if pairs and most:
-        (k, k_cmp), (v, v_cmp) = (pairs + [(None, None)])[:2]
+    every = zip(caches, compressed, scales, compressed_scales, strict=True)
+    present = [each for each in every if each[1] is not None and 0 not in each[1].shape]
+    if present and most:
+        (k, v), (k_cmp, v_cmp), *scales = zip(*(present + [(None,) * 4])[:2])
         static = (Pooling(block_size, stride), k.shape[-1], 0 if v is None else v.shape[-1], True)
-        launch("complete_blocks", PoolKernel, static, k, v, k_cmp, None, v_cmp, *tables, slots, most)
+        tensors = (k, v, k_cmp, None, v_cmp, *tables, slots, *scales[0], *scales[1])
+        launch("complete_blocks", PoolKernel, static, *tensors, most)

@@ -8,14 +8,16 @@ cleared: attention multiplies what lies there in its last tile by 0.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.kernels.cache_rows.locate import CacheSlots
+from nsa_layer.kernels.fp8 import FP8, floats, inverse, store
 from nsa_layer.kernels.launch import launch, rows_aligned
 from nsa_layer.kernels.varlen import sequence_tile, tiles_and_batch
 
@@ -38,11 +40,20 @@ class Move:
         to: "cache", "dense", or "nothing": rows of the cache are cleared.
         vector: elements of a load.
         behind: cleared behind what is appended: `BEHIND` "rows", those up to the end of their "block", or "".
+        alignment: bytes of a cache's rows, if not 16.
     """
 
     to: str
     vector: int = VECTOR
     behind: str = ""
+    alignment: int = 16
+
+    @classmethod
+    def of(cls, to: str, caches: list[Tensor], behind: str = "") -> "Move":
+        """For rows as they lie in these caches."""
+        if all(map(rows_aligned, caches)):
+            return cls(to, behind=behind)
+        return cls(to, 1, behind, caches[0].element_size())
 
 
 class _Rows:
@@ -52,20 +63,28 @@ class _Rows:
         self.move = move
 
     @cute.jit
-    def move_tile(self, cache: cute.Tensor, dense: cute.Tensor | None, table: cute.Tensor | None, place: tuple):
-        """Rows from ``begin`` on: up to ``count`` are moved, those up to ``rows`` are cleared."""
+    def move_tile(
+        self,
+        cache: cute.Tensor,
+        dense: cute.Tensor | None,
+        table: cute.Tensor | None,
+        place: tuple,
+        scale: cute.Tensor | None,
+    ):
+        """Rows from ``begin`` on: up to ``count`` are moved, those up to ``rows`` are cleared; scale: of FP8."""
         move = self.move
         s, start, first, begin, count, rows = place
         H, D = cache.shape[cute.rank(cache) - 2], cache.shape[cute.rank(cache) - 1]
         lanes = D // move.vector
         vectors = H * lanes
         tidx = cute.arch.thread_idx()[0]
-        held = cute.make_rmem_tensor((move.vector, AT_ONCE), cache.element_type)
+        reads_cache = dense is None or move.to == "dense"
+        held = cute.make_rmem_tensor((move.vector, AT_ONCE), (cache if reads_cache else dense).element_type)
         for batch in cutlass.range(cute.ceil_div(TILE * vectors, THREADS * AT_ONCE), unroll=1):
             for u in cutlass.range_constexpr(AT_ONCE):
                 n = (batch * AT_ONCE + u) * THREADS + tidx
                 i, head, lane = begin + n // vectors, n % vectors // lanes, n % lanes
-                held[None, u].fill(0.0)
+                held[None, u].fill(held.element_type(0.0))
                 if const_expr(dense is not None):
                     if n < TILE * vectors and i < count:
                         if const_expr(move.to == "dense"):
@@ -77,9 +96,20 @@ class _Rows:
                 i, head, lane = begin + n // vectors, n % vectors // lanes, n % lanes
                 if n < TILE * vectors and i < rows:
                     if const_expr(move.to == "dense"):
-                        cute.autovec_copy(held[None, u], self.of_dense(dense, s, start + i, head, lane))
+                        self.write(held[None, u], self.of_dense(dense, s, start + i, head, lane), scale, head)
                     else:
-                        cute.autovec_copy(held[None, u], self.of_cache(cache, table, s, start, first + i, head, lane))
+                        target = self.of_cache(cache, table, s, start, first + i, head, lane)
+                        self.write(held[None, u], target, scale, head)
+
+    def write(self, held: cute.Tensor, target: cute.Tensor, scale: cute.Tensor | None, head: Int32) -> None:
+        """Write numbers, from or to FP8 times or over their scale."""
+        if const_expr(held.element_type == target.element_type):
+            cute.autovec_copy(held, target)
+        elif const_expr(held.element_type == FP8):
+            by = Float32(1.0) if const_expr(scale is None) else scale[head]
+            store([x * by for x in floats(held)], by, target)
+        else:
+            store(floats(held), inverse(scale, head), target)
 
     @cute.jit
     def of_cache(
@@ -105,29 +135,30 @@ class AppendRows(_Rows):
 
     def __init__(self, move: Move, *dims: int) -> None:
         super().__init__(move, *dims)
-        aligned = "" if move.vector == VECTOR else "@2"
-        caches = [f"{kind}pages {kind}page H D{aligned}" for kind in ("", "", "", "", "k_", "v_")]
+        caches = [f"{kind}pages {kind}page H D@{move.alignment}" for kind in ("", "", "", "", "k_", "v_")]
         new = ["B T H D"] * 4 + ["B filled H D"] * 2
         tables = "sequences width *", "sequences cmp_width *"
-        self.shapes = (*caches, *new, *tables, "fields sequences", "starts *", "starts *")
+        self.shapes = (*caches, *new, *["H *"] * 6, *tables, "fields sequences", "starts *", "starts *")
 
     @cute.jit
     def __call__(self, *arguments):
-        """Six caches and their new rows, both tables, `CacheSlots`, both starts, see `append`; stream."""
+        """Six caches, their new rows and scales, both tables, `CacheSlots`, both starts, see `append`; stream."""
         *rows, table, cmp_table, slots, cu_seqlens, cu_blocks, stream = arguments
-        jobs, compressed = self.jobs(rows[:6], rows[6:], ((table, cu_seqlens),) * 4 + ((cmp_table, cu_blocks),) * 2)
+        tables = ((table, cu_seqlens),) * 4 + ((cmp_table, cu_blocks),) * 2
+        jobs, compressed = self.jobs(rows[:6], rows[6:12], rows[12:], tables)
         units = Int32(0)
-        for _, x, _, cu in jobs:
+        for _, x, _, _, cu in jobs:
             units = cutlass.max(units, self.tiles(x, cu))
         units += self.tiles_behind * slots.shape[1]
         self.kernel(jobs, slots, compressed).launch(grid=[units, len(jobs), 1], block=[THREADS, 1, 1], stream=stream)
 
-    def jobs(self, caches: tuple, new: tuple, tables: tuple) -> tuple[tuple, tuple[bool, ...]]:
-        """(cache, new rows, table, starts) of each cache that there is something to do for, and if it is compressed."""
-        every = enumerate(zip(caches, new, tables))
+    def jobs(self, caches: tuple, new: tuple, scales: tuple, tables: tuple) -> tuple[tuple, tuple[bool, ...]]:
+        """(cache, new rows, scale, table, starts) of each cache that there is something to do for, and if it is
+        compressed."""
+        every = enumerate(zip(caches, new, scales, tables))
         jobs = [
-            ((cache, x, *table), i >= 4)
-            for i, (cache, x, table) in every
+            ((cache, x, scale, *table), i >= 4)
+            for i, (cache, x, scale, table) in every
             if cache is not None and (x is not None or self.tiles_behind > 0)
         ]
         return tuple(zip(*jobs))
@@ -150,7 +181,7 @@ class AppendRows(_Rows):
 
     @cute.jit
     def run(self, job: tuple, slots: cute.Tensor, compressed: cutlass.Constexpr[bool], unit: Int32):
-        cache, x, table, cu = job
+        cache, x, scale, table, cu = job
         first, new, end = CMP_ROWS if compressed else TOKEN_ROWS
         sequences, moved = slots.shape[1], self.tiles(x, cu)
         if const_expr(x is not None):
@@ -158,7 +189,7 @@ class AppendRows(_Rows):
                 s, tile, start, length = sequence_tile(unit, moved // sequences, x, cu, TILE)
                 count = cutlass.min(slots[new, s], length)
                 if tile * TILE < count:
-                    self.move_tile(cache, x, table, (s, start, slots[first, s], tile * TILE, count, count))
+                    self.move_tile(cache, x, table, (s, start, slots[first, s], tile * TILE, count, count), scale)
         if const_expr(self.tiles_behind > 0):
             s, tile = (unit - moved) // self.tiles_behind, (unit - moved) % self.tiles_behind
             if unit >= moved and s < sequences:
@@ -168,7 +199,7 @@ class AppendRows(_Rows):
                 else:
                     rows = (KEYS - at % KEYS) % KEYS * there
                 if tile * TILE < rows:
-                    self.move_tile(cache, None, table, (s, Int32(0), at, tile * TILE, Int32(0), rows))
+                    self.move_tile(cache, None, table, (s, Int32(0), at, tile * TILE, Int32(0), rows), None)
 
 
 class MoveRows(_Rows):
@@ -176,17 +207,18 @@ class MoveRows(_Rows):
 
     def __init__(self, move: Move, *dims: int) -> None:
         super().__init__(move, *dims)
-        cache = "pages page H D" if move.vector == VECTOR else "pages page H D@2"
+        cache = f"pages page H D@{move.alignment}"
         # A packed target of `clear` has no pages.
         cache = cache.replace("pages", "B") if move.to == "nothing" else cache
-        self.shapes = (cache, cache, "B T H D", "B T H D", "sequences width *", "fields sequences", "starts *")
+        dense = "B T H D", "B T H D", "H *", "H *"
+        self.shapes = (cache, cache, *dense, "sequences width *", "fields sequences", "starts *")
 
     @cute.jit
     def __call__(self, *arguments):
-        """k and v in caches, and dense; page table, `CacheSlots`, starts of packed rows; which of its fields are the
-        first row in the cache and the number of rows; stream."""
+        """k and v in caches, and dense; their scales; page table, `CacheSlots`, starts of packed rows; which of its
+        fields are the first row in the cache and the number of rows; stream."""
         *tensors, first, count, stream = arguments
-        mK, mV, mX, _, _, slots, cu = tensors
+        mK, mV, mX, *_, slots, cu = tensors
         sequences = slots.shape[1]
         if const_expr(self.move.to == "nothing"):
             units = Int32(cute.ceil_div(BEHIND, TILE)) * sequences
@@ -198,7 +230,7 @@ class MoveRows(_Rows):
 
     @cute.kernel
     def kernel(self, tensors: tuple, fields: tuple[Int32, Int32], tiles: Int32):
-        mK, mV, mX, mY, table, slots, cu = tensors
+        mK, mV, mX, mY, k_scale, v_scale, table, slots, cu = tensors
         unit, is_value, _ = cute.arch.block_idx()
         if const_expr(self.move.to == "nothing"):
             s, tile, start, length = unit // tiles, unit % tiles, Int32(0), Int32(mK.shape[1])
@@ -215,16 +247,25 @@ class MoveRows(_Rows):
         place = (s, start, first, tile * TILE, count, rows)
         if tile * TILE < rows:
             if is_value == 0:
-                self.move_tile(mK, mX, table, place)
+                self.move_tile(mK, mX, table, place, k_scale)
             elif const_expr(mV is not None):
-                self.move_tile(mV, mY, table, place)
+                self.move_tile(mV, mY, table, place, v_scale)
 
 
 Pair = tuple[Optional[Tensor], Optional[Tensor]]
 Six = Sequence[Optional[Tensor]]
 
 
-def append(x: Six, caches: Six, tables: Pair, slots: Tensor, starts: Pair = (None, None), *, behind: str = "") -> None:
+def append(
+    x: Six,
+    caches: Six,
+    tables: Pair,
+    slots: Tensor,
+    starts: Pair = (None, None),
+    *,
+    behind: str = "",
+    scales: Six = (None,) * 6,
+) -> None:
     """Write the first rows of dense keys and values [B, N, H, D], packed [total, H, D], to their slots in the caches.
 
     Args:
@@ -235,25 +276,32 @@ def append(x: Six, caches: Six, tables: Pair, slots: Tensor, starts: Pair = (Non
         starts: int32 [B + 1] of packed tokens and of packed compressed keys.
         behind: clear behind the last row of each cache, also where nothing is written: "rows", `BEHIND` of them, in
             caches without a table; "block", those up to a multiple of `KEYS`.
+        scales: fp32 [H], of caches in FP8.
     """
     caches = [None if cache is None or 0 in cache.shape else cache for cache in caches]
     present = [cache for cache, new in zip(caches, x) if cache is not None and (new is not None or behind)]
     if not present:
         return
-    vector = VECTOR if all(map(rows_aligned, present)) else 1
     dims = tuple(None if cache is None else cache.shape[-1] for cache in caches)
-    launch("append_rows", AppendRows, (Move("cache", vector, behind), *dims), *caches, *x, *tables, slots, *starts)
+    move = Move.of("cache", present, behind)
+    launch("append_rows", AppendRows, (move, *dims), *caches, *x, *scales, *tables, slots, *starts)
 
 
 def gather(
-    caches: Pair, x: Pair, table: Tensor | None, slots: Tensor, fields: tuple[int, int], cu_seqlens: Tensor | None
+    caches: Pair,
+    x: Pair,
+    table: Tensor | None,
+    slots: Tensor,
+    fields: tuple[int, int],
+    cu_seqlens: Tensor | None,
+    scales: Pair = (None, None),
 ) -> None:
     """Read rows of two caches into dense tensors, and clear `BEHIND` rows behind them.
 
     Args:
         table: of both; fields: `CacheSlots` of the first slot and of the number of rows; the rest as for `append`.
     """
-    _launch("dense", caches, x, table, slots, fields, cu_seqlens)
+    _launch("dense", caches, x, table, slots, fields, cu_seqlens, scales)
 
 
 def clear(x: Pair, slots: Tensor, first: CacheSlots, cu_seqlens: Tensor | None = None) -> None:
@@ -269,11 +317,12 @@ def _launch(
     slots: Tensor,
     fields: tuple[int, int],
     cu_seqlens: Tensor | None,
+    scales: Pair = (None, None),
 ) -> None:
-    pairs = [(cache, x) for cache, x in zip(caches, dense, strict=True) if cache is not None]
-    if not pairs or any(0 in x.shape for pair in pairs for x in pair if x is not None):
+    present = [each for each in zip(caches, dense, scales, strict=True) if each[0] is not None]
+    if not present or any(0 in x.shape for each in present for x in each if x is not None):
         return
-    (k, x), (v, y) = (pairs + [(None, None)])[:2]
-    move = Move(to, VECTOR if all(rows_aligned(cache) for cache, _ in pairs) else 1)
-    dims = tuple(cache.shape[-1] for cache, _ in pairs)
-    launch("move_rows", MoveRows, (move, *dims), k, v, x, y, table, slots, cu_seqlens, *map(int, fields))
+    k_and_v = zip(*(present + [(None,) * 3])[:2])
+    present = [cache for cache, *_ in present]
+    static = (Move.of(to, present), *(cache.shape[-1] for cache in present))
+    launch("move_rows", MoveRows, static, *chain(*k_and_v), table, slots, cu_seqlens, *map(int, fields))

@@ -7,9 +7,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from nsa_layer.kernels.cache_rows.locate import pages_exist
-from nsa_layer.kernels.decode.cache_rows import Caches, Sequence, Stored, new_row
+from nsa_layer.kernels.decode.cache_rows import Caches, Sequence, Stored, Table, new_row
 from nsa_layer.kernels.decode.partial_sums import fragment
 from nsa_layer.kernels.decode.spec import VECTOR, DecodeSpec
+from nsa_layer.kernels.fp8 import FP8, floats, inverse, store
 
 
 def is_inside(sequence: Sequence, caches: Caches, threads: int, sBad: cute.Tensor) -> Boolean:
@@ -56,19 +57,49 @@ def complete_keys(
 
 
 @cute.jit
-def append(spec: DecodeSpec, sequence: Sequence, stored: Stored, head: Int32, threads: cutlass.Constexpr[int]):
-    """Write a sequence's new keys and values of a head; some threads keys, others values."""
+def append(
+    spec: DecodeSpec,
+    sequence: Sequence,
+    stored: Stored,
+    head: Int32,
+    threads: cutlass.Constexpr[int],
+    to_cache: cutlass.Constexpr[bool] = True,
+):
+    """Write a sequence's new keys and values of a head, or what is `rounded` of them; some threads keys, others
+    values."""
     tidx, _, _ = cute.arch.thread_idx()
     lanes, table = spec.D // VECTOR, stored.table(sequence)
     for i in cutlass.range_constexpr(2):
-        new, cache = stored.new[i], stored.caches[i]
+        new, cache = stored.new[i], stored.caches[i] if to_cache else stored.rounded[i]
         if const_expr(new is not None and cache is not None):
             first = (tidx // lanes + i) % (threads // lanes)
             for token in cutlass.range(first, sequence.T, threads // lanes, unroll=1):
                 at = sequence.position(token)
                 chunk = fragment(new_row(new, sequence, token, head), tidx % lanes, VECTOR)
-                target = cache[table.page(at), table.within(at), head, None]
-                cute.autovec_copy(chunk, cute.local_tile(target, (VECTOR,), (tidx % lanes,)))
+                if const_expr(to_cache):
+                    target = cache[table.page(at), table.within(at), head, None]
+                else:
+                    target = cache[None, token]
+                write(chunk, stored, i, head, cute.local_tile(target, (VECTOR,), (tidx % lanes,)))
+
+
+def write(chunk: cute.Tensor, stored: Stored, i: int, head: Int32, target: cute.Tensor) -> None:
+    """Write new numbers as the cache stores them."""
+    if const_expr(target.element_type == FP8):
+        store(floats(chunk), inverse(stored.scales[i], head), target)
+    else:
+        cute.autovec_copy(chunk, target)
+
+
+@cute.jit
+def read(stored: Stored, i: int, table: Table, page: Int32, at: Int32, head: Int32, lane: Int32) -> cute.Tensor:
+    """`VECTOR` numbers of a token, new or not, as the cache stores them."""
+    chunk = fragment(stored.token(i, table, page, at, head), lane, VECTOR)
+    if const_expr(stored.rounds(i)):
+        past = at - table.sequence.position(Int32(0))
+        if past >= 0:
+            write(fragment(new_row(stored.new[i], table.sequence, past, head), lane, VECTOR), stored, i, head, chunk)
+    return chunk
 
 
 @cute.jit
@@ -93,7 +124,7 @@ def complete(
             if group == 0:
                 before, _ = sequence.completed()
                 chunk = fragment(new_row(keys.new[i], sequence, j - before, head), lane, VECTOR)
-                cute.autovec_copy(chunk, cute.local_tile(targets[i], (VECTOR,), (lane,)))
+                write(chunk, keys, i, head, cute.local_tile(targets[i], (VECTOR,), (lane,)))
     if const_expr(len(missing) > 0):
         sums, own = cute.make_rmem_tensor((VECTOR, len(missing)), Float32), tokens.table(sequence)
         sums.fill(0.0)
@@ -101,9 +132,9 @@ def complete(
             at = j * spec.stride + token
             page = own.page(at)
             for n in cutlass.range_constexpr(len(missing)):
-                chunk = fragment(tokens.token(missing[n], own, page, at, head), lane, VECTOR)
+                chunk = floats(read(tokens, missing[n], own, page, at, head, lane))
                 for x in cutlass.range_constexpr(VECTOR):
-                    sums[x, n] += chunk[x].to(Float32)
+                    sums[x, n] += chunk[x]
         sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups, len(missing))))
         for n in cutlass.range_constexpr(len(missing)):
             for x in cutlass.range_constexpr(VECTOR):
@@ -114,7 +145,7 @@ def complete(
                 total = Float32(0.0)
                 for line in cutlass.range_constexpr(groups):
                     total += sLines[tidx, line, n]
-                sLines[tidx, 0, n] = total * (1.0 / spec.span)
+                sLines[tidx, 0, n] = total * (1.0 / spec.span) * tokens.scale(missing[n], head)
         cute.arch.sync_threads()
         if tidx < spec.D:
             for n in cutlass.range_constexpr(len(missing)):
@@ -124,5 +155,5 @@ def complete(
                     mean = Float32(0.0)
                     for d in cutlass.range(spec.D, unroll=16):
                         mean += sLines[d, 0, n] * weights[i][head, d, tidx].to(Float32)
-                targets[i][tidx] = mean.to(targets[i].element_type)
+                store([mean], inverse(keys.scales[i], head), cute.local_tile(targets[i], (1,), (tidx,)))
         cute.arch.sync_threads()

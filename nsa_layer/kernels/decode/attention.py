@@ -3,11 +3,14 @@
 Rows are (token, head) pairs of one key/value head. Keys and values go from memory to registers in pieces of 16 bytes
 and nowhere between, which the order of a product's sum allows: lane (g, c) = (lane // 4, lane % 4) holds
 
-- of the keys g and g + 8 the elements ``32 p + 8 c .. + 7``, two steps of the product q . k for each p, whose first
-  operand takes elements of q in the same order;
-- of the values 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 the elements ``64 j + 8 g .. + 7``. Element e of the 8 makes the
-  operand of eight columns, ``64 j + 8 x + e`` for x from 0 to 7. So the lane has of the sum, for the rows g and g + 8,
-  the columns ``64 j + 16 c .. + 15``.
+- of the keys g and g + 8 the elements ``4 n p + n c .. + n - 1``, n = 8, n / 4 steps of the product q . k for each p,
+  whose first operand takes elements of q in the same order;
+- of the values 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 the elements ``8 n j + n g .. + n - 1``. Element e of the n makes the
+  operand of eight columns, ``8 n j + n x + e`` for x from 0 to 7. So the lane has of the sum, for the rows g and g + 8,
+  the columns ``8 n j + 2 n c .. + 2 n - 1``.
+
+Of caches in FP8 n is 16, but 8 for values of 64 elements. Keys become q's dtype on their way to the product, values and
+their weights fp16, all exactly; scales are factors of scores, and of the sums.
 
 `TokenTile` is a token's heads, which attend to a share of its tokens: of listed blocks, or of its window.
 """
@@ -24,10 +27,11 @@ from cutlass.cute.nvgpu import warp
 from nsa_layer.kernels.decode.cache_rows import Sequence, Stored, Table, new_row
 from nsa_layer.kernels.decode.partial_sums import COLUMNS, Part, finite
 from nsa_layer.kernels.decode.spec import KEYS, ROWS, VECTOR, WARP, DecodeSpec
+from nsa_layer.kernels.fp8 import FP8, unpack, words
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 from nsa_layer.kernels.varlen import load_once
 
-PREFETCHED = 32  # elements of 64 bytes, which a GPU's memory gives at once
+PREFETCHED = 64  # bytes, which a GPU's memory gives at once
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class WarpRows:
 
     Attributes:
         q: [8, D / 16], first operands.
-        k, v: [8, D / 32, 2] and [8, D / 64, 4].
+        k, v: [n, D / 4 n, 2] and [n, D / 8 n, 4].
         acc: fp32 [4, D / 8].
+        scale: fp32 [1], of scores of keys in FP8, in units of log2; of others it is scale_log2.
         top, total: fp32 [2]: each row's maximum, in units of log2, and this lane's share of its sum.
     """
 
@@ -47,6 +52,7 @@ class WarpRows:
     k: cute.Tensor
     v: cute.Tensor
     acc: cute.Tensor
+    scale: cute.Tensor
     top: cute.Tensor
     total: cute.Tensor
 
@@ -58,33 +64,41 @@ class WarpRows:
 
     def load_k(self, keys: list[cute.Tensor]) -> None:
         """keys: rows [D] of the keys g and g + 8."""
-        c = cute.arch.lane_idx() % 4
         for i, row in enumerate(keys):
-            for p in range(self.D // 32):
-                load_once(vector(row, 4 * p + c), self.k[None, p, i])
+            for target, at in self.parts(0, i):
+                load_once(vector(row, at, target), target)
 
     def load_v(self, values: list[cute.Tensor]) -> None:
         """values: rows [D] of the values 2 c, 2 c + 1, 2 c + 8 and 2 c + 9."""
-        g = cute.arch.lane_idx() // 4
         for i, row in enumerate(values):
-            for j in range(self.D // 64):
-                load_once(vector(row, 8 * j + g), self.v[None, j, i])
+            for target, at in self.parts(1, i):
+                load_once(vector(row, at, target), target)
+
+    def parts(self, of: int, i: int) -> list[tuple[cute.Tensor, Int32]]:
+        """Registers of a row of keys or values, and where each lies in the row, in units of its size."""
+        lane, x = cute.arch.lane_idx(), (self.k, self.v)[of]
+        return [(x[None, p, i], 8 * p + lane // 4 if of else 4 * p + lane % 4) for p in range(x.shape[1])]
 
     def scores(self) -> list[Float32]:
         """Scaled scores: rows g, g, g + 8, g + 8 and keys 2 c, 2 c + 1 twice; then keys 2 c + 8, 2 c + 9."""
-        found = []
+        found, scale = [], self.scale[0] if const_expr(self.k.element_type == FP8) else self.scale_log2
         for i in range(2):
             sums = cute.make_rmem_tensor(((2, 2), 1, 1), Float32)
             sums.fill(0.0)
             for step in range(self.D // 16):
-                b = [self.k[step % 2 * 4 + x, step // 2, i] for x in range(4)]
-                multiply(sums, [self.q[x, step] for x in range(8)], b, self.k.element_type)
-            found += [sums[x] * self.scale_log2 for x in range(4)]
+                steps = self.k.shape[0] // 4
+                if const_expr(self.k.element_type == FP8):
+                    b = unpack(words(self.k)[step % steps, step // steps, i], self.q.element_type)
+                else:
+                    b = [self.k[step % steps * 4 + x, step // steps, i] for x in range(4)]
+                multiply(sums, [self.q[x, step] for x in range(8)], b, self.q.element_type)
+            found += [sums[x] * scale for x in range(4)]
         return found
 
     def add(self, scores: list[Float32]) -> None:
         """Add values, weighted by exponentials of scores, -inf where a row does not see a key."""
-        dtype, weights = self.v.element_type, [None] * 8
+        weights, in_fp8 = [None] * 8, self.v.element_type == FP8
+        dtype = cutlass.Float16 if in_fp8 else self.v.element_type
         shrink = []
         for r in range(2):
             own = [Float32(scores[x]) for x in (2 * r, 2 * r + 1, 4 + 2 * r, 5 + 2 * r)]
@@ -97,45 +111,61 @@ class WarpRows:
             self.total[r] = self.total[r] * shrink[r] + ((p[0] + p[1]) + (p[2] + p[3]))
             for x in range(4):
                 weights[x // 2 * 4 + 2 * r + x % 2] = p[x].to(dtype)
+        size = self.v.shape[0]
         for column in range(self.D // 8):
-            j, e = column // 8, column % 8
+            j, e = column // size, column % size
             sums = cute.make_rmem_tensor(((2, 2), 1, 1), Float32)
             for x in range(4):
                 sums[x] = self.acc[x, column] * shrink[x // 2]
-            multiply(sums, weights, [self.v[e, j, x] for x in range(4)], dtype)
+            if const_expr(in_fp8):
+                if const_expr(e % 2 == 0):
+                    pairs = [self.of_rows(j, e, x) for x in (0, 2)]
+                b = [pair[e % 2] for pair in pairs]
+            else:
+                b = [self.v[e, j, x] for x in range(4)]
+            multiply(sums, weights, b, dtype)
             for x in range(4):
                 self.acc[x, column] = sums[x]
 
+    def of_rows(self, j: int, e: int, x: int) -> tuple[Int32, Int32]:
+        """Elements e, and e + 1, of the values x and x + 1 in FP8, in fp16: one word each."""
+        first, second = (words(self.v)[e // 4, j, x + i] for i in range(2))
+        return unpack(cute.arch.prmt(first, second, 0x7362 if e % 4 else 0x5140), cutlass.Float16)
+
 
 def multiply(sums: cute.Tensor, a: list, b: list, dtype: type[cutlass.Numeric]) -> None:
-    """Add a product of 16 rows, 8 columns and 16 terms."""
+    """Add a product of 16 rows, 8 columns and 16 terms; b: four numbers, or two words of two."""
     mma = cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)))
     rA, rB = cute.make_rmem_tensor(((2, 2, 2), 1, 1), dtype), cute.make_rmem_tensor(((2, 2), 1, 1), dtype)
     for x in range(8):
         rA[x] = a[x]
-    for x in range(4):
-        rB[x] = b[x]
+    for x in range(len(b)):
+        (rB if len(b) == 4 else words(rB))[x] = b[x]
     cute.gemm(mma, sums, rA[None, None, 0], rB[None, None, 0], sums)
 
 
-def vector(row: cute.Tensor, i: Int32) -> cute.Tensor:
-    """The i-th 16 bytes of a row."""
-    return cute.local_tile(row, (VECTOR,), (i,))
+def vector(row: cute.Tensor, i: Int32, like: cute.Tensor | None = None) -> cute.Tensor:
+    """The i-th `VECTOR` elements of a row, or as many as `like` has."""
+    return cute.local_tile(row, (VECTOR if like is None else cute.size(like),), (i,))
 
 
-def no_rows(D: int, dtype: type[cutlass.Numeric], scale_log2: Float32) -> WarpRows:
-    q, k, v = (cute.make_rmem_tensor(shape, dtype) for shape in ((8, D // 16), (8, D // 32, 2), (8, D // 64, 4)))
-    acc, top, total = (cute.make_rmem_tensor(shape, Float32) for shape in ((4, D // 8), (2,), (2,)))
-    return WarpRows(D, scale_log2, q, k, v, acc, top, total)
+def no_rows(D: int, dtype: type[cutlass.Numeric], stored: type[cutlass.Numeric], scale_log2: Float32) -> WarpRows:
+    """dtype, stored: of queries and of caches."""
+    n, m = (16, D // 8) if stored == FP8 else (VECTOR, VECTOR)  # elements of a load of keys, of values
+    q = cute.make_rmem_tensor((8, D // 16), dtype)
+    k, v = (cute.make_rmem_tensor(shape, stored) for shape in ((n, D // (4 * n), 2), (m, D // (8 * m), 4)))
+    acc, scale, top, total = (cute.make_rmem_tensor(shape, Float32) for shape in ((4, D // 8), (1,), (2,), (2,)))
+    return WarpRows(D, scale_log2, q, k, v, acc, scale, top, total)
 
 
-def set_queries(rows: WarpRows, queries: list[cute.Tensor]) -> None:
-    """queries: rows [D] of q: row g's and row g + 8's."""
-    c = cute.arch.lane_idx() % 4
+def set_queries(rows: WarpRows, queries: list[cute.Tensor], scale: Float32) -> None:
+    """queries: rows [D] of q: row g's and row g + 8's; scale: of the keys."""
+    c, n = cute.arch.lane_idx() % 4, rows.k.shape[0]
+    rows.scale[0] = rows.scale_log2 * scale
     for r, row in enumerate(queries):
         for p in range(rows.D // 32):
-            piece = cute.make_rmem_tensor((VECTOR,), row.element_type)
-            load_once(vector(row, 4 * p + c), piece)
+            piece, first = cute.make_rmem_tensor((VECTOR,), row.element_type), VECTOR * p % n  # of this lane's n
+            load_once(vector(row, ((VECTOR * p // n) * 4 + c) * (n // VECTOR) + first // VECTOR), piece)
             for x in range(VECTOR):
                 step, half, pair = 2 * p + x // 4, x % 4 // 2, x % 2
                 rows.q[4 * half + 2 * r + pair, step] = piece[x]
@@ -167,7 +197,7 @@ def write_partial(
         first, count: the rows, as they lie in these.
     """
     tidx, _, _ = cute.arch.thread_idx()
-    lane, own = cute.arch.lane_idx(), cute.arch.warp_idx()
+    lane, own, n = cute.arch.lane_idx(), cute.arch.warp_idx(), rows.v.shape[0]
     g, c = lane // 4, lane % 4
     for r in cutlass.range_constexpr(2):
         total = cute.arch.warp_reduction_sum(rows.total[r], threads_in_group=4)
@@ -175,13 +205,14 @@ def write_partial(
             sStats[0, g + 8 * r, own] = rows.top[r]
             sStats[1, g + 8 * r, own] = total
         if g + 8 * r < count:
-            for j in cutlass.range_constexpr(rows.D // 64):
-                for i in cutlass.range_constexpr(4):  # 16 columns, four at a time
+            for j in cutlass.range_constexpr(rows.D // (8 * n)):
+                for i in cutlass.range_constexpr(n // 2):  # 2 n columns, four at a time
                     part = cute.make_rmem_tensor((4,), Float32)
                     for x in cutlass.range_constexpr(4):
                         at = 4 * i + x
-                        part[x] = rows.acc[2 * r + at // 8, 8 * j + at % 8]
-                    cute.autovec_copy(part, cute.local_tile(sAcc[None, g + 8 * r, own], (4,), (16 * j + 4 * c + i,)))
+                        part[x] = rows.acc[2 * r + at // n, n * j + at % n]
+                    to = cute.local_tile(sAcc[None, g + 8 * r, own], (4,), (2 * n * j + n // 2 * c + i,))
+                    cute.autovec_copy(part, to)
     cute.arch.sync_threads()
     lanes, warps = rows.D // COLUMNS, sStats.shape[2]
     for row in cutlass.range(tidx // lanes, count, WARP * warps // lanes, unroll=1):
@@ -243,54 +274,82 @@ class TokenTile:
         in_block = spec.block_size // KEYS
         return sList[group // in_block] * spec.block_size + group % in_block * KEYS
 
-    def set_queries(self, rows: WarpRows, mQ: cute.Tensor) -> None:
+    def set_queries(self, rows: WarpRows, mQ: cute.Tensor, stored: Stored) -> None:
+        """stored: whose keys they ask."""
         g = cute.arch.lane_idx() // 4
         heads = [self.q_head(cutlass.min(g + 8 * r, self.count - 1)) for r in range(2)]
-        set_queries(rows, [new_row(mQ, self.sequence, self.token, head) for head in heads])
+        queries = [new_row(mQ, self.sequence, self.token, head) for head in heads]
+        set_queries(rows, queries, stored.scale(0, self.head))
 
     @cute.jit
     def load_first(self, rows: WarpRows, mQ: cute.Tensor, stored: Stored, sList: cute.Tensor | None, groups: Int32):
         """Load this warp's first group, and the queries, again rather than keep them."""
         if self.group < groups:
             at, table = self.first_of(sList, self.group, groups), stored.table(self.sequence)
-            page, (k_at, v_at) = self.page(table, at), own_keys()
-            rows.load_k([self.row_of(stored, 0, table, page, at, i) for i in k_at])
-            rows.load_v([self.row_of(stored, 1, table, page, at, i) for i in v_at])
-            self.set_queries(rows, mQ)
+            page = self.page(table, at)
+            for i in cutlass.range_constexpr(2):
+                self.load(rows, stored, i, table, page, at)
+            self.set_queries(rows, mQ, stored)
+
+    @cute.jit
+    def load(self, rows: WarpRows, stored: Stored, i: cutlass.Constexpr[int], table: Table, page: Int32, first: Int32):
+        """Load keys (i = 0) or values (i = 1) of 16 tokens; page: as `page` has it."""
+        at = own_keys()[i]
+        tokens = [self.row_of(stored, i, table, page, first, n) for n in at]
+        if const_expr(i == 0):
+            rows.load_k(tokens)
+        else:
+            rows.load_v(tokens)
+
+    @cute.jit
+    def read_rounded(self, rows: WarpRows, stored: Stored, i: cutlass.Constexpr[int], first: Int32):
+        """Replace those of 16 loaded keys or values that this call appends by what is `Stored.rounded`."""
+        if const_expr(stored.rounded[i] is not None):
+            at, begin = own_keys()[i], self.sequence.position(Int32(0))
+            if first + KEYS > begin:
+                for x in cutlass.range_constexpr(len(at)):
+                    past = cutlass.min(first + at[x], self.t) - begin
+                    if past >= 0:
+                        for target, part in rows.parts(i, x):
+                            cute.autovec_copy(vector(stored.rounded[i][None, past], part, target), target)
 
     @cute.jit
     def prefetch_window(self, stored: Stored, groups: Int32):
         """Bring this warp's second group of the window to the L2."""
-        group, lane, pieces = self.group + self.shares * self.warps, cute.arch.lane_idx(), self.spec.D // PREFETCHED
+        group, lane = self.group + self.shares * self.warps, cute.arch.lane_idx()
+        pieces = max(WARP // KEYS, self.spec.D * stored.caches[0].element_type.width // (8 * PREFETCHED))
         if group < groups:
             first, table = self.first_of(None, group, groups), stored.table(self.sequence)
             page = self.page(table, first)
             for key in cutlass.range_constexpr(0, KEYS, WARP // pieces):
                 for i in cutlass.range_constexpr(2):
                     row = self.row_of(stored, i, table, page, first, key + lane // pieces)
-                    piece = row.iterator + lane % pieces * PREFETCHED
+                    piece = row.iterator + lane % pieces * (self.spec.D // pieces)
                     cute.arch.prefetch(piece.llvm_ptr, cache_level="L2")
 
     @cute.jit
     def attend(self, rows: WarpRows, stored: Stored, sList: cute.Tensor | None, groups: Int32):
-        """Attention to this warp's groups, of which `load_first` has loaded the first."""
+        """Attention to this warp's groups, of which `load_first` has loaded the first, and new rows are rounded."""
         t, table, step = self.t, stored.table(self.sequence), self.shares * self.warps
         c = cute.arch.lane_idx() % 4
-        k_at, v_at = own_keys()
         if self.group < groups:
             at = self.first_of(sList, self.group, groups)
+            for i in cutlass.range_constexpr(2):
+                self.read_rounded(rows, stored, i, at)
             after = self.first_of(sList, self.group + step, groups)
             page = self.page(table, after)
             for now in cutlass.range(self.group, groups, step, unroll=1):
                 scores = rows.scores()
                 if now + step < groups:
-                    rows.load_k([self.row_of(stored, 0, table, page, after, i) for i in k_at])
+                    self.load(rows, stored, 0, table, page, after)
+                    self.read_rounded(rows, stored, 0, after)
                 for x in cutlass.range_constexpr(8):
                     seen = at + x // 4 * 8 + 2 * c + x % 2 <= t
                     scores[x] = cutlass.select_(seen, scores[x], -Float32.inf)
                 rows.add(scores)
                 if now + step < groups:
-                    rows.load_v([self.row_of(stored, 1, table, page, after, i) for i in v_at])
+                    self.load(rows, stored, 1, table, page, after)
+                    self.read_rounded(rows, stored, 1, after)
                 at = after
                 after = self.first_of(sList, now + 2 * step, groups)
                 page = self.page(table, after)

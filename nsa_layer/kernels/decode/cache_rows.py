@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from nsa_layer.kernels.cache_rows.locate import compressed_length
 from nsa_layer.kernels.decode.spec import DecodeSpec, StepTensors
+from nsa_layer.kernels.fp8 import FP8
 
 LARGEST = 2**31 - 1
 
@@ -136,11 +137,29 @@ class Stored:
 
     Attributes:
         new: k and v, [B, T, Hkv, D] or [1, total, Hkv, D]; None where nothing is.
+        scales: of caches in FP8, fp32 [Hkv]; None: 1.
+        rounded: [D, T] in shared memory: new rows of a head as caches in FP8 will store them.
     """
 
     caches: tuple[cute.Tensor, cute.Tensor]
     new: tuple[cute.Tensor | None, cute.Tensor | None]
     pages: cute.Tensor | None
+    scales: tuple[cute.Tensor | None, cute.Tensor | None] = (None, None)
+    rounded: tuple[cute.Tensor | None, cute.Tensor | None] = (None, None)
+
+    def scale(self, i: int, head: Int32) -> Float32:
+        """The factor of what is stored."""
+        return Float32(1.0) if const_expr(self.scales[i] is None) else self.scales[i][head]
+
+    def rounds(self, i: int) -> bool:
+        """True if new rows are not read as they are given, but as the cache will store them."""
+        return self.new[i] is not None and self.caches[i].element_type == FP8
+
+    def with_rounded(self, smem: cutlass.utils.SmemAllocator, spec: DecodeSpec) -> Stored:
+        """With shared memory for new rows that are rounded."""
+        layout = cute.make_layout((spec.D, spec.T))
+        rounded = [smem.allocate_tensor(FP8, layout, byte_alignment=16) if self.rounds(i) else None for i in range(2)]
+        return replace(self, rounded=tuple(rounded))
 
     def table(self, sequence: Sequence) -> Table:
         cache = self.caches[0] if const_expr(self.caches[0] is not None) else self.caches[1]
@@ -148,9 +167,10 @@ class Stored:
         return Table(self.pages, sequence, Int32(size), Int32(count))
 
     def token(self, i: int, table: Table, page: Int32, at: Int32, head: Int32) -> cute.Tensor:
-        """Row [D] of a token that is on the page: of the cache, or of what this call appends to it."""
+        """Row [D] of a token that is on the page: of the cache, or of what this call appends to it, unless that is
+        rounded."""
         row = self.caches[i][page, table.within(at), head, None]
-        if const_expr(self.new[i] is None):
+        if const_expr(self.new[i] is None or self.rounds(i)):
             return row
         sequence, dtype = table.sequence, row.element_type
         past = at - sequence.position(Int32(0))
@@ -176,12 +196,22 @@ class Caches:
 
     @classmethod
     def of(cls, step: StepTensors) -> Caches:
-        tokens = Stored((step.k_cache, step.v_cache), (step.k, step.v), step.page_table)
-        window = Stored((step.k_win_cache, step.v_win_cache), (step.k_win, step.v_win), step.page_table)
-        keys = Stored((step.k_cmp_cache, step.v_cmp_cache), (step.k_cmp, step.v_cmp), step.cmp_page_table)
+        scales = (
+            (step.k_scale, step.v_scale),
+            (step.k_win_scale, step.v_win_scale),
+            (step.k_cmp_scale, step.v_cmp_scale),
+        )
+        tokens = Stored((step.k_cache, step.v_cache), (step.k, step.v), step.page_table, scales[0])
+        window = Stored((step.k_win_cache, step.v_win_cache), (step.k_win, step.v_win), step.page_table, scales[1])
+        keys = Stored((step.k_cmp_cache, step.v_cmp_cache), (step.k_cmp, step.v_cmp), step.cmp_page_table, scales[2])
         window = None if const_expr(step.k_win_cache is None and step.v_win_cache is None) else window
         keys = None if const_expr(step.k_cmp_cache is None) else keys
         return cls(tokens, window, keys, (step.compress_k_weight, step.compress_v_weight))
+
+    def with_rounded(self, smem: cutlass.utils.SmemAllocator, spec: DecodeSpec) -> Caches:
+        """`Stored.with_rounded` of tokens and of the window."""
+        window = None if const_expr(self.window is None) else self.window.with_rounded(smem, spec)
+        return replace(self, tokens=self.tokens.with_rounded(smem, spec), window=window)
 
     @property
     def rows(self) -> Int32 | int:
@@ -195,7 +225,13 @@ class Caches:
         tokens, own = self.tokens, self.window
         caches = [mine if theirs is None else theirs for mine, theirs in zip(tokens.caches, own.caches)]
         new = [mine if cache is None else theirs for mine, cache, theirs in zip(tokens.new, own.caches, own.new)]
-        return Stored(tuple(caches), tuple(new), tokens.pages)
+        scales = [
+            mine if cache is None else theirs for mine, cache, theirs in zip(tokens.scales, own.caches, own.scales)
+        ]
+        rounded = [
+            mine if cache is None else theirs for mine, cache, theirs in zip(tokens.rounded, own.caches, own.rounded)
+        ]
+        return Stored(tuple(caches), tuple(new), tokens.pages, tuple(scales), tuple(rounded))
 
 
 def new_row(x: cute.Tensor, sequence: Sequence, token: Int32, head: Int32) -> cute.Tensor:

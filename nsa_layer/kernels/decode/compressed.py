@@ -59,12 +59,12 @@ class CompressedDecode:
         sequence = lengths.sequence(b, caches.rows)
         first, count = tile * ROWS, cutlass.min(spec.rows - tile * ROWS, ROWS)
         own = RowTile.of(spec, WARPS, sequence, caches.keys, head, first, count, split, splits)
-        rows = no_rows(spec.D, mQ.element_type, scale_log2)
+        rows = no_rows(spec.D, mQ.element_type, caches.keys.caches[0].element_type, scale_log2)
         stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
         if split == splits - 1:
             complete_keys(sequence, caches, head, WARP * WARPS, shared[1], sBad)
         if own.begin < own.end:
-            own.set_queries(rows, mQ)
+            own.set_queries(rows, mQ, caches.keys)
         own.load_first(rows, caches.keys)
         if split == splits - 1:
             write_valid(mValid, sequence, caches, head, WARP * WARPS, sBad)
@@ -128,10 +128,11 @@ class RowTile:
     def token(self, row: Int32) -> Int32:
         return cutlass.min(row // self.spec.G, self.sequence.T - 1)
 
-    def set_queries(self, rows: WarpRows, mQ: cute.Tensor) -> None:
+    def set_queries(self, rows: WarpRows, mQ: cute.Tensor, keys: Stored) -> None:
         heads = [self.head * self.spec.G + row % self.spec.G for row in self.own()]
         queries = zip(self.own(), heads)
-        set_queries(rows, [new_row(mQ, self.sequence, self.token(row), head) for row, head in queries])
+        queries = [new_row(mQ, self.sequence, self.token(row), head) for row, head in queries]
+        set_queries(rows, queries, keys.scale(0, self.head))
 
     def page(self, at: Int32) -> Int32:
         """In lane x % 16 that of key ``at + x``."""

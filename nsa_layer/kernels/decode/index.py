@@ -3,8 +3,8 @@
 A warp takes a block at a time: neighbouring lanes have 16 bytes each of a key, and up to `AT_ONCE` of their loads are
 in flight. A query's products with these keys are summed over the lanes, each of which gets its share of the sums, and
 the block's score is the largest over the keys that its token sees, written as a number of 31 bits that orders as the
-score. Keys that all lists share are read once. One thread block appends the call's index keys, which the others read
-from the call's tensor.
+score: a scale of keys in FP8 is left out. Keys that all lists share are read once. One thread block appends the call's
+index keys, which the others read from the call's tensor.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from nsa_layer.kernels.decode.append import append, is_inside
+from nsa_layer.kernels.decode.append import append, is_inside, write
 from nsa_layer.kernels.decode.attention import vector
 from nsa_layer.kernels.decode.cache_rows import LARGEST, Caches, Lengths, Sequence, Stored, new_row
+from nsa_layer.kernels.decode.partial_sums import fragment
 from nsa_layer.kernels.decode.spec import LAUNCH, VECTOR, WARP, WARPS, DecodeSpec
 from nsa_layer.kernels.decode.topk import candidates
+from nsa_layer.kernels.fp8 import floats
 from nsa_layer.kernels.select_by_tile.register_topk import halve, reduce_tree
 from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
 from nsa_layer.kernels.varlen import load_once
@@ -34,7 +36,7 @@ class IndexDecode:
     """The kernel."""
 
     shapes = (
-        *("Bq Tq Hkv D", "P S Hi D", "Bk Tk Hi D", "B n *", "B *", "Bs *", "B *"),
+        *("Bq Tq Hkv D", "P S Hi D", "Bk Tk Hi D", "Hi *", "B n *", "B *", "Bs *", "B *"),
         *("B Hkv T blocks@16", "B Hkv"),
     )
 
@@ -45,10 +47,10 @@ class IndexDecode:
 
     @cute.jit
     def __call__(self, *arguments):
-        """q_index, cache and new rows of k_index, page table, rows of contiguous caches, starts of packed queries,
-        lengths, scores int32, `StepTensors.valid`; capacity, stream."""
-        mQ, mCache, mNew, table, batch_idx, cu_seqlens, seqlens, mScores, mValid, capacity, stream = arguments
-        stored = Stored((mCache, None), (mNew, None), table)
+        """q_index; cache, new rows and scale of k_index; page table, rows of contiguous caches, starts of packed
+        queries, lengths, scores int32, `StepTensors.valid`; capacity, stream."""
+        mQ, mCache, mNew, mScale, table, batch_idx, cu_seqlens, seqlens, mScores, mValid, capacity, stream = arguments
+        stored = Stored((mCache, None), (mNew, None), table, (mScale, None))
         lengths = Lengths(self.spec, seqlens, cu_seqlens, batch_idx, capacity, capacity, Int32(mQ.shape[1]))
         self.kernel(mQ, stored, lengths, mScores, mValid).launch(
             grid=[cute.ceil_div(mScores.shape[3], BLOCKS * WARPS), mCache.shape[2], mScores.shape[0]],
@@ -104,14 +106,23 @@ class IndexDecode:
             for i in cutlass.range_constexpr(loads):
                 key = cutlass.max(cutlass.min(at + i * keys, sequence.S - 1), 0)
                 load_once(vector(stored.token(0, table, page, key, head), lane % lanes), held[None, i])
+            if const_expr(stored.rounds(0)):
+                before = sequence.position(Int32(0))
+                if first + spec.block_size > before:
+                    for i in cutlass.range_constexpr(loads):
+                        past = cutlass.min(at + i * keys, sequence.S - 1) - before
+                        if past >= 0:
+                            new = vector(new_row(stored.new[0], sequence, past, head), lane % lanes)
+                            write(fragment(new, Int32(0), VECTOR), stored, 0, head, held[None, i])
+            numbers = [floats(held[None, i]) for i in range(loads)]
             for row in cutlass.range_constexpr(rows):
                 q = cute.make_rmem_tensor((VECTOR,), Float32)
                 cute.autovec_copy(vector(sQ[None, row], lane % lanes), q)
                 t, parts = sequence.position(Int32(row // lists)), []
                 for i in cutlass.range_constexpr(loads):
-                    z = q[0] * held[0, i].to(Float32)
+                    z = q[0] * numbers[i][0]
                     for e in cutlass.range_constexpr(1, VECTOR):
-                        z = cute.math.fma(q[e], held[e, i].to(Float32), z)
+                        z = cute.math.fma(q[e], numbers[i][e], z)
                     if const_expr(spec.local == 0):  # else a token's own block is forced
                         z = Float32(cutlass.select_(at + i * keys > t, -Float32.inf, z))
                     parts.append(z)

@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from nsa_layer.kernels.decode.append import append, complete_keys, write_valid
 from nsa_layer.kernels.decode.attention import TokenTile, no_rows, num_tiles, write_partial
-from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, new_row
+from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, Sequence, new_row
 from nsa_layer.kernels.decode.compressed import LOG2_E, RowTile
 from nsa_layer.kernels.decode.partial_sums import AT_ONCE, COLUMNS, Part, finite, fragment, shared_partial
 from nsa_layer.kernels.decode.spec import (
@@ -61,7 +61,8 @@ class SelectedDecode:
         step, out = StepTensors(*tensors[:count]), OutputTensors(*tensors[count:])
         lengths, caches = Lengths.of(spec, step, capacity, compressed_capacity), Caches.of(step)
         B, Hkv, _, _ = step.scores.shape
-        partial, gates = (step.scores, step.stats, step.acc, step.valid), (out.gate_weight, out.gates)
+        partial = step.scores, step.stats, step.acc, step.valid
+        gates = out.gate_weight, out.gates, (step.v_cmp_scale, step.v_scale, caches.read_window().scales[1])
         lses = (out.lse_cmp, out.lse_slc, out.lse_swa)
         self.kernel(
             step.q, caches, lengths, slc, partial, out.lists, gates, out.o, lses, softmax_scale * LOG2_E
@@ -96,6 +97,7 @@ class SelectedDecode:
             smem.allocate_tensor(Float32, cute.make_layout((spec.D, ROWS, 3)), byte_alignment=16),
             smem.allocate_tensor(Float32, cute.make_layout((3, ROWS)), byte_alignment=16),
         )
+        caches = caches.with_rounded(smem, spec)
         whole, window = caches.keys is not None, caches.read_window()
         if const_expr(whole):
             assert num_tiles(spec) == 1  # the selection reads what the cluster wrote, of all heads
@@ -104,7 +106,8 @@ class SelectedDecode:
         sequence = lengths.sequence(b, caches.rows)
         own = TokenTile.of(spec, self.warps, sequence, head, x, slc)
         selection = Selection.of(smem, own, self.each, whole)
-        share, rows = RowShare.of(own, whole), no_rows(spec.D, mQ.element_type, scale_log2)
+        rows = no_rows(spec.D, mQ.element_type, caches.tokens.caches[0].element_type, scale_log2)
+        share = RowShare.of(own, whole)
         scores = mScores[b, head, None, None]
         groups = Int32(0)
         if const_expr(spec.window):
@@ -117,9 +120,10 @@ class SelectedDecode:
             )
             if own.share == own.shares - 1:
                 complete_keys(sequence, caches, head, WARP * self.warps, shared[1], sBad)
-            own.set_queries(rows, mQ)
+            own.set_queries(rows, mQ, caches.keys)
             keys.load_first(rows, caches.keys)
             share.set_gates(merged, mQ, *gates)
+            self.round_new(sequence, caches, head)
             if own.share == own.shares - 1:
                 write_valid(mValid, sequence, caches, head, WARP * self.warps, sBad)
             rows.forget()
@@ -130,6 +134,7 @@ class SelectedDecode:
         else:
             own.load_first(rows, mQ, window, None, groups)
             share.set_gates(merged, mQ, *gates)
+            self.round_new(sequence, caches, head)
         rows.forget()
         if const_expr(whole):
             cute.arch.cluster_wait()
@@ -175,6 +180,15 @@ class SelectedDecode:
             share.write(merged, mO, mLSEs, valid, first_row + own.token)
         cute.arch.cluster_arrive_relaxed()  # nobody reads what is gone
         cute.arch.cluster_wait()
+
+    @cute.jit
+    def round_new(self, sequence: Sequence, caches: Caches, head: Int32):
+        """New rows as caches in FP8 will store them, to shared memory; all threads together."""
+        if const_expr(caches.tokens.rounds(0) or caches.tokens.rounds(1)):
+            append(self.spec, sequence, caches.tokens, head, WARP * self.warps, False)
+            if const_expr(caches.window is not None):
+                append(self.spec, sequence, caches.window, head, WARP * self.warps, False)
+            cute.arch.sync_threads()
 
     @cute.jit
     def make_list(self, t: Int32, found: Int32, sBest: cute.Tensor, sList: cute.Tensor) -> Int32:
@@ -279,8 +293,10 @@ class RowShare:
             part.write(merged.stats[None, slot, CMP], merged.sums[None, slot, CMP], lane)
 
     @cute.jit
-    def set_gates(self, merged: Merged, mQ: cute.Tensor, mW: cute.Tensor | None, mGates: cute.Tensor | None):
-        """Gates of the rows, to shared memory; a group's threads together."""
+    def set_gates(
+        self, merged: Merged, mQ: cute.Tensor, mW: cute.Tensor | None, mGates: cute.Tensor | None, scales: tuple
+    ):
+        """Gates of the rows, times the branches' scales of values, to shared memory; a group's threads together."""
         lane, group, groups = self.group()
         tile = self.tile
         for step in cutlass.range(cute.ceil_div(self.count, groups), unroll=1):
@@ -289,7 +305,10 @@ class RowShare:
             gates = self.gates(mQ, mW, mGates, h, lane)
             if (lane == 0) & (i < self.count):
                 for n in cutlass.range_constexpr(3):
-                    merged.gates[n, i] = gates[n]
+                    if const_expr(scales[n] is None):
+                        merged.gates[n, i] = gates[n]
+                    else:
+                        merged.gates[n, i] = gates[n] * scales[n][tile.head]
 
     def gates(
         self, mQ: cute.Tensor, mW: cute.Tensor | None, mGates: cute.Tensor | None, head: Int32, lane: Int32

@@ -11,7 +11,7 @@ Tensor = cute.Tensor
 
 WARP, WARPS = 32, 4
 ROWS, KEYS = 16, 16  # of one product of a warp: (token, head) pairs, and keys
-VECTOR = 8  # elements of 16 bytes
+VECTOR = 8  # elements of 16 bits in 16 bytes
 MOST_QUERIES = 8
 MOST_OF_CLUSTER = 8  # thread blocks
 RESIDENT = 2  # thread blocks of a multiprocessor
@@ -62,6 +62,7 @@ class StepTensors(NamedTuple):
 
     Attributes:
         k, v, k_win, v_win, k_cmp, v_cmp: new rows.
+        k_scale and so on: fp32, of caches in FP8.
         scores: fp32, of the compressed branch; int32 [B, Hkv, T, blocks] of an index, see `index.in_order`.
         stats, acc: fp32 partial results of its launch, one for each CTA that shares a row's compressed keys.
         valid: int32, 1 where all of a sequence's slots are in the caches.
@@ -85,6 +86,12 @@ class StepTensors(NamedTuple):
     cache_batch_idx: Tensor | None = "B *"
     cu_seqlens_q: Tensor | None = "Bs *"
     cache_seqlens: Tensor = "B *"
+    k_scale: Tensor | None = "Hkv *"
+    v_scale: Tensor | None = "Hkv *"
+    k_win_scale: Tensor | None = "Hkv *"
+    v_win_scale: Tensor | None = "Hkv *"
+    k_cmp_scale: Tensor | None = "Hkv *"
+    v_cmp_scale: Tensor | None = "Hkv *"
     compress_k_weight: Tensor | None = "Hkv D D"
     compress_v_weight: Tensor | None = "Hkv D D"
     scores: Tensor = "B Hkv R keys@16"

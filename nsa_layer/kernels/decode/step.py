@@ -22,7 +22,6 @@ from nsa_layer.kernels.decode.spec import (
     MOST_QUERIES,
     RESIDENT,
     ROWS,
-    VECTOR,
     WARP,
     WARPS,
     DecodeSpec,
@@ -36,7 +35,10 @@ from nsa_layer.support import KERNEL_DTYPES, MOST_BLOCKS, ROW_LENGTHS
 Tensor = torch.Tensor
 MOST_SPLITS = 48
 EACH = (1, 2, 4)  # blocks in one thread
-WITHOUT_COMPRESSED = {name: None for name in StepTensors._fields if "cmp" in name or "compress" in name}
+# Of the launch behind that of compressed keys, which scales the sums of their values.
+WITHOUT_COMPRESSED = {
+    name: None for name in StepTensors._fields if ("cmp" in name or "compress" in name) and name != "v_cmp_scale"
+}
 APART = 2  # times as many warps for compressed keys are worth a launch
 OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
 
@@ -112,12 +114,13 @@ def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tup
         query, cache.k_cache, cache.v_cache, rows(call.k), rows(call.v), cache.k_win_cache, cache.v_win_cache,
         rows(call.k_win), rows(call.v_win), cache.k_cmp_cache, cache.v_cmp_cache, rows(call.k_cmp), rows(call.v_cmp),
         cache.page_table, cache.cmp_page_table, cache.cache_batch_idx, cu_seqlens_q, cache.cache_seqlens,
+        cache.k_scale, cache.v_scale, cache.k_win_scale, cache.v_win_scale, cache.k_cmp_scale, cache.v_cmp_scale,
         readable_weight(call.compress_k_weight), readable_weight(call.compress_v_weight), scores, stats, acc, valid,
     )  # fmt: skip
     sizes, scale = (capacity, compressed_capacity), float(call.spec.softmax_scale)
     if by_index:
         Hi, Di = cache.k_index_cache.shape[2:]
-        of_index = rows(call.q_index), cache.k_index_cache, rows(call.k_index)
+        of_index = rows(call.q_index), cache.k_index_cache, rows(call.k_index), cache.k_index_scale
         of_slots = cache.page_table, cache.cache_batch_idx, cu_seqlens_q, cache.cache_seqlens
         static = (replace(kernel, D=Di), Hkv // Hi)
         launch("decode_index", IndexDecode, static, *of_index, *of_slots, scores, valid, capacity)
@@ -140,7 +143,8 @@ def _is_ragged(call: Call) -> bool:
 
 def _is_aligned(x: Tensor) -> bool:
     """True if rows lie at multiples of 16 bytes."""
-    return x.stride(-1) == 1 and not any(n % VECTOR for n in (*x.stride()[:-1], x.storage_offset()))
+    step = 16 // x.element_size()
+    return x.stride(-1) == 1 and not any(n % step for n in (*x.stride()[:-1], x.storage_offset()))
 
 
 def _each(call: Call, warps: int) -> int:

@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, const_expr
 from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.call import mean_scale
 from nsa_layer.kernels.cache_rows.locate import CacheSlots
+from nsa_layer.kernels.fp8 import FP8, floats, inverse, store
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.pooling.tiling import (
     IN_FLIGHT,
@@ -51,7 +52,8 @@ class PoolKernel:
         self.shapes = *["B T H D"] * 2, *["B blocks H D"] * 3, "starts", "starts"
         if cached:
             caches = *["pages page H D"] * 2, "k_pages k_page H D", "", "v_pages v_page H D"
-            self.shapes = *caches, "sequences width *", "sequences cmp_width *", "fields sequences"
+            tables = "sequences width *", "sequences cmp_width *", "fields sequences"
+            self.shapes = *caches, *tables, *["H *"] * 4
 
     @cute.jit
     def __call__(
@@ -64,6 +66,10 @@ class PoolKernel:
         starts: Optional[cute.Tensor],  # of packed tokens; cached: int32 [B, n], their page table
         cmp_starts: Optional[cute.Tensor],  # of packed blocks, or the page table of means
         slots: Optional[cute.Tensor],  # int32 [fields, B]
+        k_scale: Optional[cute.Tensor],  # fp32 [H], of caches in FP8
+        v_scale: Optional[cute.Tensor],
+        k_cmp_scale: Optional[cute.Tensor],
+        v_cmp_scale: Optional[cute.Tensor],
         most: Int32,  # cached: blocks of a sequence
         stream: cuda.CUstream,
     ):
@@ -71,7 +77,8 @@ class PoolKernel:
             tiles, batch = tiles_and_batch(mKMean, cmp_starts, self.blocks)
         else:
             tiles, batch = cute.ceil_div(most, self.blocks), slots.shape[1]
-        self.kernel((mK, mV, mKMean, mKMeanToo, mVMean), (starts, cmp_starts), slots, tiles).launch(
+        scales = (k_scale, k_cmp_scale), (v_scale, v_cmp_scale)
+        self.kernel((mK, mV, mKMean, mKMeanToo, mVMean), (starts, cmp_starts), slots, scales, tiles).launch(
             grid=[batch * tiles * mK.shape[cute.rank(mK) - 2], 1 if const_expr(mV is None) else 2, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -80,7 +87,9 @@ class PoolKernel:
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, starts_or_tables: tuple, slots: Optional[cute.Tensor], tiles: Int32):
+    def kernel(
+        self, tensors: tuple, starts_or_tables: tuple, slots: Optional[cute.Tensor], scales: tuple, tiles: Int32
+    ):
         mK, mV, mKMean, mKMeanToo, mVMean = tensors
         batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
@@ -105,9 +114,9 @@ class PoolKernel:
         sums = smem.allocate_tensor(Float32, cute.make_layout(self.smem_floats), byte_alignment=16)
         if count > 0:
             if is_value == 0:
-                self.pool_tile((mK, mKMean, mKMeanToo), tables, (batch, head), span, sums, self.key)
+                self.pool_tile((mK, mKMean, mKMeanToo), tables, (batch, head), span, sums, self.key, scales[0])
             elif const_expr(mV is not None):
-                self.pool_tile((mV, mVMean, None), tables, (batch, head), span, sums, self.value)
+                self.pool_tile((mV, mVMean, None), tables, (batch, head), span, sums, self.value, scales[1])
 
     @cute.jit
     def pool_tile(
@@ -118,14 +127,15 @@ class PoolKernel:
         span: tuple,
         sums: cute.Tensor,
         plan: cutlass.Constexpr[Segments],
+        scales: tuple,
     ):
         """tensors: tokens, their means, and these in another dtype; where: sequence and head; span: first token, first
-        mean, and number of means."""
+        mean, and number of means; scales: of tokens and means in FP8."""
         x, mean, mean_too = tensors
         token, row, count = span
         self.sum_segments((x, tables[0], *where), token, count, sums, plan)
         cute.arch.sync_threads()
-        self.write_means(sums, (mean, tables[1], *where), (mean_too, None, *where), row, count, plan)
+        self.write_means(sums, (mean, tables[1], *where), (mean_too, None, *where), row, count, plan, scales)
 
     @cute.jit
     def clear_behind(self, tensors: tuple, first: Int32, step: Int32, head: Int32, is_value: Int32):
@@ -172,8 +182,8 @@ class PoolKernel:
                     for u in cutlass.range_constexpr(batch):
                         cute.autovec_copy(vector(here, u, lane, VECTOR), rows[None, u])
                     for u in cutlass.range_constexpr(batch):
-                        scaled = rows[None, u].load().to(Float32) * (1 / mean_scale(self.pooling.l))
-                        total.store(total.load() + scaled)
+                        for e, number in enumerate(floats(rows[None, u])):
+                            total[e] = total[e] + number * (1 / mean_scale(self.pooling.l))
                 cute.autovec_copy(total, cute.local_tile(sums, (VECTOR,), (segment * lanes + lane,)))
 
     @cute.jit
@@ -185,6 +195,7 @@ class PoolKernel:
         row: Int32,
         count: Int32,
         plan: cutlass.Constexpr[Segments],
+        scales: tuple,
     ):
         """Write two elements a thread; mean and mean_too are like x of `sum_segments`."""
         pairs, unscaled = plan.D // 2, self.pooling.l / mean_scale(self.pooling.l)
@@ -198,7 +209,13 @@ class PoolKernel:
                 for j in cutlass.range(self.pooling.l // plan.size, unroll=8):
                     part = cute.local_tile(sums, (2,), ((first + j) * pairs + pair,))
                     total.store(total.load() + part.load())
-                round_to(divided(total, unscaled), vector(self.rows(mean, row + block), 0, pair, 2))
+                target = vector(self.rows(mean, row + block), 0, pair, 2)
+                if const_expr(mean[0].element_type == FP8):
+                    total.store(divided(total, unscaled))
+                    by = Float32(1.0) if const_expr(scales[0] is None) else scales[0][mean[3]]
+                    store([total[0] * by, total[1] * by], inverse(scales[1], mean[3]), target)
+                else:
+                    round_to(divided(total, unscaled), target)
                 if const_expr(mean_too[0] is not None):
                     round_to(divided(total, unscaled), vector(self.rows(mean_too, row + block), 0, pair, 2))
 
@@ -308,7 +325,8 @@ def mean_pool(
         return k_means, v_mean
     too = k_means[1] if len(k_means) == 2 else None
     static = (Pooling(block_size, stride), D, Dv)
-    launch("mean_pool", PoolKernel, static, k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks, None, 0)
+    tensors = (k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks, *[None] * 5)
+    launch("mean_pool", PoolKernel, static, *tensors, 0)
     return k_means, v_mean
 
 

@@ -17,12 +17,13 @@ from fa_compile import Worker
 from kernel_cases import faked
 
 from nsa_layer import NSAConfig
-from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call, CallSpec, KVCache
+from nsa_layer.call import COMPRESSED_CACHES, FP8, TOKEN_CACHES, Call, CallSpec, KVCache
 from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import BRANCHES
 from nsa_layer.eager.pooling import compress
 from nsa_layer.kvcache.eager import attend_cached as attend_in_pytorch
 from nsa_layer.kvcache.eager import slots_of
+from nsa_layer.kvcache.fp8 import dequantise, in_cache_dtype
 
 Tensor = torch.Tensor
 DEFAULT = NSAConfig()
@@ -41,6 +42,7 @@ class Case:
         win: those of the window's own.
         given: the caller gives compressed keys and values.
         new: keys and values of the queries are written by the call.
+        fp8: caches are in FP8. Scales of keys are powers of two, with which bf16 has what is read exactly.
         index: heads and dimension of the index' keys, for ``rule="index"``.
     """
 
@@ -58,6 +60,7 @@ class Case:
     given: bool = False
     projected: bool = False
     new: bool = True
+    fp8: bool = False
     index: tuple[int, int] = (0, 0)
     num_splits: int = 0
     room: int = 1088
@@ -98,7 +101,12 @@ class Case:
             lead = (B + 2, room)
             if self.page:
                 lead = (B * (self.room // self.page) + 3, self.page // stride)
-            places[name] = torch.full((*lead, *row(name)), torch.nan, dtype=self.dtype, device=device)
+            stored = FP8 if self.fp8 else self.dtype
+            places[name] = torch.full((*lead, *row(name)), torch.nan, dtype=stored, device=device)
+            if self.fp8:
+                scale = torch.rand(row(name)[0], generator=generator, device=device) + 1
+                scale = 2.0 ** torch.arange(-8, row(name)[0] - 8, device=device) if name[0] == "k" else scale / 150
+                made[f"{name}_scale"] = scale
         if self.page:
             for table, name in (("page_table", "k"), ("cmp_page_table", "k_cmp"))[: 1 + (compressed != ())]:
                 count = len(places[name])
@@ -114,15 +122,20 @@ class Case:
             for name in names:
                 tokens, first = draw(S, *row(name)), S - T if self.new else S
                 pages = tables["page_table"][b].tolist() if self.page else [int(at[b])]
-                places[name][slots_of(places[name], pages, 0, first)] = tokens[:first]
+                scale, of_cmp = made.get(f"{name}_scale"), made.get(f"{name}_cmp_scale")
+                stored = in_cache_dtype(tokens, scale, places[name].dtype)
+                places[name][slots_of(places[name], pages, 0, first)] = stored[:first]
                 parts[name].append(tokens[first:])
+                tokens = dequantise(stored, scale, torch.float32)
                 key = f"{name}_cmp"
                 if key in parts:
                     weight = made.get(f"compress_{name}_weight")
                     keys = compress(tokens.float()[None], weight, config=config)[0].to(self.dtype)
                     pages = tables["cmp_page_table"][b].tolist() if self.page else [int(at[b])]
                     have = config.compressed_length(first)
-                    places[key][slots_of(places[key], pages, 0, have)] = keys[:have]
+                    places[key][slots_of(places[key], pages, 0, have)] = in_cache_dtype(
+                        keys[:have], of_cmp, places[key].dtype
+                    )
                     room = -(-T // config.stride)
                     parts[key].append(torch.cat([keys[have:], draw(room, Hkv, D) * torch.nan])[:room])
         join = torch.cat if self.queries else torch.stack
@@ -167,6 +180,16 @@ CASES = {
         queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), config=INDEX.replace(block_size=16), index=(2, 64)
     ),
     "index, there": Case(config=INDEX.replace(block_counts=5), new=False, T=2, lengths=(128, 2, 1000), index=(1, 64)),
+    "FP8": Case(page=64, projected=True, fp8=True),
+    "FP8, draft": Case(T=5, G=3, page=128, config=NSAConfig.paper(), gate="given", fp8=True),
+    "FP8, narrow": Case(D=64, G=16, T=2, win=("k_win", "v_win"), dtype=torch.float16, fp8=True, given=True),
+    "FP8, packed": Case(queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), config=SMALL, fp8=True, win=("v_win",), D=64),
+    "FP8, there": Case(new=False, T=2, lengths=(128, 2, 1000), fp8=True),
+    "FP8, long": Case(lengths=(70_001, 33_000), room=70_016, G=8, page=64, Hkv=1, fp8=True),
+    "FP8, index": Case(config=INDEX, lengths=(70_001, 33_000), room=70_016, T=2, index=(2, 32), gate="none", fp8=True),
+    "FP8, index of 16": Case(
+        config=INDEX.replace(**UNFORCED, branches=BRANCHES[1:]), page=64, index=(1, 16), T=5, Hkv=3, D=64, fp8=True
+    ),
     "long index": Case(config=INDEX, lengths=(70_001, 33_000), room=70_016, page=64, G=8, Hkv=8, index=(8, 32)),
     "very long": Case(lengths=(400_001,), room=400_064, G=16, Hkv=1),
 }
@@ -174,6 +197,8 @@ CASES = {
 
 FORCED = [(name, (0, 2, 8)) for name in ("first and local", "first alone", "too many forced", "unforced")]
 FORCED += [("no window", (0, 2, 8)), ("no window", (2, 3, 8))]
+IN_FP8 = [("FP8, draft", (0, 2, 8)), ("FP8, narrow", (2, 3, 8)), ("FP8, packed", (2, 2, 8))]
+IN_FP8 += [("FP8, index of 16", (0, 2, 4))]
 BY_INDEX = [(name, (0, 2, 4)) for name in CASES if name.startswith("index")]
 
 
@@ -192,7 +217,7 @@ def copied(call: Call, dtype: torch.dtype | None = None) -> Call:
     def copy(x: object) -> object:
         if not isinstance(x, Tensor):
             return x
-        return x.clone() if dtype is None or not x.is_floating_point() else x.to(dtype)
+        return x.clone() if dtype is None or x.dtype not in (torch.float16, torch.bfloat16) else x.to(dtype)
 
     return Call(*map(copy, call[:-1]), KVCache(*map(copy, call.cache)))
 
@@ -222,7 +247,7 @@ def stack(name: str, splits: Splits) -> list[list[int]]:
     return [code.stack for code in machine_code(fake_step, name, splits)]
 
 
-@pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED, *BY_INDEX])
+@pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED, *BY_INDEX, *IN_FP8])
 def test_builds_everywhere(compiler: Worker, name: str, splits: Splits) -> None:
     case = CASES[name]
     lead = (sum(case.queries),) if case.queries else (len(case.lengths), case.T)
@@ -235,6 +260,7 @@ def test_builds_everywhere(compiler: Worker, name: str, splits: Splits) -> None:
     [
         *product(["draft", "narrow", "long"], [(0, 8, 8), (2, 8, 8)]),
         *product(["index, one key", "long index"], [(0, 8, 4)]),
+        *product(["FP8", "FP8, draft"], [(0, 8, 8), (2, 8, 8), (2, 8, 4)]),
     ],
 )
 def test_registers_suffice(compiler: Worker, name: str, splits: Splits) -> None:
@@ -243,7 +269,7 @@ def test_registers_suffice(compiler: Worker, name: str, splits: Splits) -> None:
     assert len(sizes) == 1 + (splits[0] > 0 or "index" in name) and not any(map(any, sizes)), sizes
 
 
-def cache_rows(moves: bool) -> tuple[int, ...]:
+def cache_rows(moves: bool, fp8: bool) -> tuple[int, ...]:
     """In a worker: slots and what is invalid, or rows moved to caches and back."""
     from nsa_layer.kernels.cache_rows.complete import complete_blocks
     from nsa_layer.kernels.cache_rows.invalidate import invalidate_rows
@@ -255,6 +281,8 @@ def cache_rows(moves: bool) -> tuple[int, ...]:
 
     seqlens, starts, pages = (make(*shape, dtype=torch.int32) for shape in ((3,), (4,), (3, 4)))
     caches, x = ((make(*lead, 2, 128), make(*lead, 2, 64)) for lead in ((3, 256), (21,)))
+    scales = (make(2, dtype=torch.float32),) * 2 if fp8 else (None, None)
+    caches = tuple(cache.to(FP8) for cache in caches) if fp8 else caches
     given = dict(cache=caches[0], table=pages, cmp_cache=caches[0], cmp_table=pages, adds=True)
     given |= dict(span=32, stride=16, window=64)
     slots = make(len(CacheSlots), 3, dtype=torch.int32)
@@ -262,24 +290,31 @@ def cache_rows(moves: bool) -> tuple[int, ...]:
         slots = locate(seqlens, T=7, cu_seqlens=starts, **given)
         invalidate_rows(x[0], [make(2, 21, dtype=torch.float32)] * 3, slots, starts)
         return tuple(slots.shape)
-    blocks = make(3, 16, 2, 128), None
-    append((*x, None, None, None, None), (*caches, None, None, *blocks), (pages, pages), slots, (starts, None))
+    blocks = make(3, 16, 2, 128, dtype=caches[0].dtype), None
+    more, none = dict(scales=(*scales, None, None, *scales)), [None] * 4
+    append((*x, *none), (*caches, None, None, *blocks), (pages, pages), slots, (starts, None), **more)
+    gather(caches, x, pages, slots, (CacheSlots.START, CacheSlots.END), starts, scales)
+    sizes = dict(block_size=32, stride=16, most=3, scales=scales, compressed_scales=scales[::-1])
+    complete_blocks(caches, blocks, (pages, pages), slots, **sizes)
+    if fp8:
+        beside = (make(3, 256, 2, 65, dtype=FP8).narrow(-1, 1, 64), None), (x[1].float(), None)
+        gather(*beside, pages, slots, (CacheSlots.START, CacheSlots.END), starts)
+        append((*none, *beside[1]), (*none, *beside[0]), (None, None), slots, (None, starts), **more)
+        return tuple(slots.shape)
     beside = None, None, make(3, 256, 2, 65).narrow(-1, 1, 64)
     new = None, None, make(3, 7, 2, 64)
     append((*new, *[None] * 3), (*beside, None, *blocks), (None, None), slots, behind="rows")
     append((*new, *[None] * 3), (*beside, *[None] * 3), (pages, None), slots, behind="block")
-    complete_blocks(caches, blocks, (pages, pages), slots, block_size=32, stride=16, most=3)
-    gather(caches, x, pages, slots, (CacheSlots.START, CacheSlots.END), starts)
     clear(x, slots, CacheSlots.END, starts)
     clear(caches, slots, CacheSlots.END)
     return tuple(slots.shape)
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_kernels_of_cache_rows_are_traced(compiler: Worker, moves: bool) -> None:
+@pytest.mark.parametrize("moves, fp8", [(False, False), (True, False), (True, True)])
+def test_kernels_of_cache_rows_are_traced(compiler: Worker, moves: bool, fp8: bool) -> None:
     from nsa_layer.kernels.cache_rows.locate import CacheSlots
 
-    assert compiler.trace(cache_rows, moves) == (len(CacheSlots), 3)
+    assert compiler.trace(cache_rows, moves, fp8) == (len(CacheSlots), 3)
 
 
 def test_what_the_kernels_take() -> None:
@@ -320,9 +355,11 @@ def assert_step(case: Case) -> None:
     for key in TOKEN_CACHES + COMPRESSED_CACHES:
         cache, want = (getattr(call.cache, f"{key}_cache") for call in (ours, theirs))
         if cache is not None and key in TOKEN_CACHES:
-            assert torch.equal(cache.view(torch.int16), want.view(torch.int16)), f"{case}: {key}_cache"
+            assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8)), f"{case}: {key}_cache"
         elif cache is not None:
-            torch.testing.assert_close(cache, want, equal_nan=True, msg=lambda m: f"{case} {key}_cache: {m}")
+            close = dict(rtol=1 / 7, atol=2**-9) if case.fp8 else {}  # a neighbour, where the mean lies between two
+            cache, want = (x.float() if case.fp8 else x for x in (cache, want))
+            torch.testing.assert_close(cache, want, equal_nan=True, **close, msg=lambda m: f"{case} {key}_cache: {m}")
 
 
 @pytest.mark.parametrize(
@@ -360,9 +397,10 @@ def test_against_eager(name: str, splits: Splits | None, monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-def test_token_by_token_in_a_graph() -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_token_by_token_in_a_graph(fp8: bool) -> None:
     """One graph, replayed while lengths grow past the ends of blocks and pages, does what eager does for each token."""
-    case = Case(lengths=(120, 3, 255), page=64, config=SMALL.replace(block_size=64), seed=1)
+    case = Case(lengths=(120, 3, 255), page=64, config=SMALL.replace(block_size=64), seed=1, fp8=fp8)
     call = case.call()
     decode(copied(call), case)  # compiled before the capture
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

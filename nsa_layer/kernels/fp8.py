@@ -1,0 +1,78 @@
+"""Numbers of caches in FP8 (float8_e4m3fn) in registers, four to a word: to 16 and 32 bits, and from 32."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+FP8 = cutlass.Float8E4M3FN
+# Two of a word's numbers, the lower ones and the upper ones, in 16 bits each: exact.
+_LOWER = "mov.b32 {two, none}, $1;"
+_UPPER = "mov.b32 {none, two}, $1;"
+_TO_HALF = "{ .reg .b16 two, none; %s cvt.rn.f16x2.e4m3x2 $0, two; }"
+_TO_BFLOAT = (
+    "{ .reg .b16 two, none, x, y; .reg .b32 both; .reg .f32 u, v; %s cvt.rn.f16x2.e4m3x2 both, two; "
+    "mov.b32 {x, y}, both; cvt.f32.f16 u, x; cvt.f32.f16 v, y; cvt.rn.bf16x2.f32 $0, v, u; }"
+)
+_FROM_FLOATS = (
+    "{ .reg .b16 lower, upper; cvt.rn.satfinite.e4m3x2.f32 lower, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 upper, $4, $3; mov.b32 $0, {lower, upper}; }"
+)
+
+
+@dsl_user_op
+def _asm(text: str, constraints: str, *operands: Int32 | Float32, loc: object = None, ip: object = None) -> Int32:
+    values = [x.ir_value(loc=loc, ip=ip) for x in operands]
+    static = dict(has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT)
+    return Int32(llvm.inline_asm(T.i32(), values, text, constraints, **static, loc=loc, ip=ip))
+
+
+def unpack(word: Int32, dtype: type[cutlass.Numeric]) -> tuple[Int32, Int32]:
+    """Four numbers in fp16 or bf16, two to a word."""
+    text = {Float16: _TO_HALF, BFloat16: _TO_BFLOAT}[dtype]
+    return _asm(text % _LOWER, "=r,r", word), _asm(text % _UPPER, "=r,r", word)
+
+
+def pack(x: list[Float32]) -> Int32:
+    """Four numbers in FP8, rounded to the nearest, saturating."""
+    return _asm(_FROM_FLOATS, "=r,f,f,f,f", *x)
+
+
+def words(x: cute.Tensor) -> cute.Tensor:
+    """A tensor in registers as words."""
+    return cute.recast_tensor(x, Int32)
+
+
+def floats(x: cute.Tensor) -> list[Float32]:
+    """The numbers of a vector in registers, of FP8 or of 16 bits."""
+    size = cute.size(x)
+    if x.element_type != FP8:
+        return [x[i].to(Float32) for i in range(size)]
+    whole, halves = (cute.make_rmem_tensor((-(-size // 4) * 4,), dtype) for dtype in (FP8, Float16))
+    words(whole).fill(0)
+    for i in range(size):
+        whole[i] = x[i]
+    for i in range(cute.size(whole) // 4):
+        words(halves)[2 * i], words(halves)[2 * i + 1] = unpack(words(whole)[i], Float16)
+    return [halves[i].to(Float32) for i in range(size)]
+
+
+def inverse(scale: cute.Tensor | None, head: Int32) -> Float32:
+    """1 / a head's scale, 1 without."""
+    return Float32(1.0) if scale is None else 1.0 / scale[head]
+
+
+def store(x: list[Float32], by: Float32, target: cute.Tensor) -> None:
+    """Write numbers, times `by` where they are stored in FP8, to a vector in registers or memory."""
+    size, x = len(x), x + x[-1:] * (-len(x) % 4)
+    kept = cute.make_rmem_tensor((len(x),), target.element_type)
+    if target.element_type == FP8:
+        for i in range(len(x) // 4):
+            words(kept)[i] = pack([y * by for y in x[4 * i : 4 * i + 4]])
+    else:
+        for i, y in enumerate(x):
+            kept[i] = y.to(target.element_type)
+    cute.autovec_copy(cute.local_tile(kept, (size,), (0,)), target)
