@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | 
     return with_lengths(call, bound, read=host_reads(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))
 
 
-@replayed
+@partial(replayed, budget=-4)
 def _forward(*args: Any) -> tuple[Tensor | None, ...]:
     """o, the fields of `Saved`, and copies of starts of queries and of keys.
 
@@ -171,7 +171,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *starts
 
 
-@replayed
+@partial(replayed, budget=-5)
 def _backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the differentiable tensors, None where none is needed.
 

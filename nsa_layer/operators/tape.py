@@ -30,12 +30,17 @@ ALIASES = "aten::detach", "aten::alias"
 _tapes: dict[tuple, Tape | bool | None] = {}
 
 
-def replayed(function: Callable[..., tuple]) -> Callable[..., tuple]:
-    """The function, of tensors and what can be hashed, to a flat tuple of tensors and None; from tapes where it can."""
+def replayed(function: Callable[..., tuple], *, budget: int | None = None) -> Callable[..., tuple]:
+    """The function, of tensors and what can be hashed, to a flat tuple of tensors and None; from tapes where it can.
+
+    Args:
+        budget: the number of the argument that is a memory budget, if there is one. A call with a budget gets no tape:
+            while it is recorded, its workspace is kept.
+    """
 
     @wraps(function)
     def call(*args: Any) -> tuple:
-        layout = _layout(function, args)
+        layout = _layout(function, args) if budget is None or args[budget] is None else None
         if layout is None:
             return function(*args)
         tape = _tapes.get(layout, False) if layout in _tapes else _remember(layout)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from stub_kernels import launches, stubbed_layer
 
-from nsa_layer import NSAConfig, nsa
+from nsa_layer import MemoryPolicy, NSAConfig, nsa
 from nsa_layer.config import BRANCHES
 from nsa_layer.operators import tape
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -46,6 +46,15 @@ def test_a_tape_launches_what_the_call_did(name: str) -> None:
         made = [x for x in tape._tapes.values() if callable(x)]
     assert len(made) == 2 and len(told[0]) > 3
     assert all(one == told[0] for one in told[1:])
+
+
+def test_calls_with_a_memory_budget_have_none() -> None:
+    """Recording keeps all workspace until the call ends."""
+    with stubbed_layer():
+        for policy, tapes in ((MemoryPolicy(budget=0), 0), (MemoryPolicy(), 2)):
+            for _ in range(3):
+                run("cute", make_inputs(CASES["by index"]), memory=policy)
+            assert sum(map(callable, tape._tapes.values())) == tapes
 
 
 def test_results_have_the_same_layout() -> None:

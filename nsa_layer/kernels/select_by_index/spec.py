@@ -21,7 +21,7 @@ class IndexTopKSpec(TokenTopKSpec):
     """
 
     one_key: bool = False
-    unrolled: int = 8
+    unrolled: int = 16
 
     @classmethod
     def of(cls, D: int, n: int, init: int, local: int, packed: bool, size: int, use_mma_sync: bool, one_key: bool):
