@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer import checks
+from nsa_layer import autocast, checks
 from nsa_layer.call import (
     CACHES,
     COMPRESSED_CACHES,
@@ -21,7 +21,7 @@ from nsa_layer.call import (
     require_choice_by_token,
 )
 from nsa_layer.config import NSAConfig, require_int
-from nsa_layer.derivatives import is_transformed
+from nsa_layer.derivatives import is_transformed, refuse_transforms
 
 Tensor = torch.Tensor
 TABLES = ("page_table", "cmp_page_table", "cache_batch_idx")
@@ -37,13 +37,17 @@ def check_call(
     out: Tensor | None = None,
     backend: str | None = "reference",
     validate: bool = True,
+    read: bool = False,
 ) -> Call:
-    """Check everything but numbers on the device, and return the call with its spec.
+    """The call as autocast casts it, with lists in int32 and its spec; raises for a wrong argument.
 
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
-        NotImplementedError: the configuration is of queries that a cache cannot serve.
+    Args:
+        validate: check scales, and that tensors that are written to overlap no others, too.
+        read: read packed lengths, as ``validate`` does.
     """
+    refuse_transforms(*call.tensors, *call.cache, out)
+    call = Call(*autocast.cast(*call.differentiable), *call[len(DIFFERENTIABLE) :])
+    call = call._replace(block_indices=checks.lists_in_int32(call.block_indices))
     q, cache, packed, paged = call.q, call.cache, call.cu_seqlens is not None, call.cache.page_table is not None
     _check_cache_options(call, config)
     layout = (checks.PACKED if packed else checks.BATCH) | dict(keys="total" if packed else "B T")
@@ -77,7 +81,7 @@ def check_call(
     checks.check_exclusive(call)
     scale = checks.check_scale(softmax_scale, q.shape[-1])
     call = call._replace(spec=CallSpec(config, True, scale, listed=call.block_indices is not None))
-    call = with_query_lengths(call, max_seqlen_q, backend=backend, validate=validate)
+    call = with_query_lengths(call, max_seqlen_q, backend=backend, validate=validate or read)
     lengths = call.spec.lengths
     if packed and lengths is not None:
         sizes["blocks"] = sum(map(config.most_completed, lengths))
@@ -89,6 +93,9 @@ def check_call(
     if out is not None:
         _refuse_overlap("out", out)
     checks.check_lists(call)
+    if validate:
+        check_scales(call.cache)
+        refuse_aliases(call, out)
     return call
 
 

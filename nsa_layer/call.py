@@ -283,7 +283,8 @@ class Call(NamedTuple):
             of_window = keys if self.cu_seqlens_win is None else self.cu_seqlens_win.diff().tolist()
             sizes = dict.fromkeys(("q", "gates", "q_index"), spec.lengths) | dict.fromkeys(("k", "v", "k_index"), keys)
             sizes |= dict.fromkeys(("k_win", "v_win"), of_window)
-            sizes |= dict.fromkeys(("k_cmp", "v_cmp"), tuple(map(config.compressed_length, keys)))
+            compressed = config.compressed_length if self.cache is None else config.most_completed
+            sizes |= dict.fromkeys(("k_cmp", "v_cmp"), tuple(map(compressed, keys)))
             sizes["block_indices"] = tuple(map(config.num_tiles, spec.lengths))
             # split, not slices: the backward of a slice fills a gradient as long as the whole pack. There may be more
             # lists and compressed keys than these lengths need.

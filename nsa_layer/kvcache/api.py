@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from nsa_layer import autocast, support
-from nsa_layer.cached_call import check_call, check_scales, refuse_aliases
-from nsa_layer.call import DIFFERENTIABLE, Call, KVCache
-from nsa_layer.checks import lists_in_int32
+from nsa_layer import support
+from nsa_layer.cached_call import check_call
+from nsa_layer.call import Call, KVCache
 from nsa_layer.config import NSAConfig, require_bools
-from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.kvcache import operator
 from nsa_layer.kvcache.operator import Lses
 
@@ -141,28 +137,6 @@ def nsa_with_kvcache(
     require_bools(validate=validate, return_lse=return_lse)
     static = dict(config=config, softmax_scale=softmax_scale, index_scale=index_scale)
     static |= dict(max_seqlen_q=max_seqlen_q, out=out)
-    call = check(call, **static, backend=backend, validate=validate)
+    call = support.on_backend(backend, check_call(call, **static, backend=backend, validate=validate))
     o, lses = operator.attend_cached(call, out=out, validate=validate)
     return (o, lses) if return_lse else o
-
-
-def check(
-    call: Call, *, backend: str | None, validate: bool, read: bool = False, out: Tensor | None = None, **static: Any
-) -> Call:
-    """Raise for a wrong argument, except for numbers on the device.
-
-    Args:
-        read: read packed lengths, as ``validate`` does.
-        static: config, softmax_scale, index_scale and max_seqlen_q.
-
-    Returns:
-        The call as autocast, where it is in force, casts it, with lists in int32, and the spec.
-    """
-    refuse_transforms(*call.tensors, *call.cache, out)
-    call = Call(*autocast.cast(*call.differentiable), *call[len(DIFFERENTIABLE) :])
-    call = call._replace(block_indices=lists_in_int32(call.block_indices))
-    call = check_call(call, **static, out=out, backend=backend, validate=validate or read)
-    if validate:
-        check_scales(call.cache)
-        refuse_aliases(call, out)
-    return support.on_backend(backend, call)

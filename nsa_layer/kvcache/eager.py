@@ -34,7 +34,7 @@ def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, 
     """
     module, q, lengths = support.pages(call.spec.backend), call.q, call.query_lengths
     caches = call.cache.named((*TOKEN_CACHES, *COMPRESSED_CACHES))
-    pages, new = _pages(call, caches), _new(call, lengths)
+    pages, new = _pages(call, caches), list(call.sequences())
     ends = [S if call.k is None else S + T for S, T in zip(call.cache.cache_seqlens.tolist(), lengths)]
     spans = [{name: _span(call, name, S - T, S) for name in caches} for S, T in zip(ends, lengths)]
     inside = [
@@ -50,16 +50,14 @@ def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, 
     lses = [q.new_full(o.shape[:-1], torch.nan, dtype=accumulation_dtype(q.dtype)) for _ in LSES]
     rows = [x.split(lengths) if call.packed else x.unbind() for x in (o, *lses)]
     spec, auxes = replace(call.spec, lengths=None), [None] * call.B
-    weights = {f"{x}_cmp": f"compress_{x}_weight" for x in "kv"}
+    own = dict(spec=spec, cache=None) | {f"compress_{x}_weight": None for x in "kv" if f"{x}_cmp" in caches}
     for b in attended:
         stored = {
             name: dequantise(x[slots_of(x, pages[name][b], 0, spans[b][name][1])], call.cache.scale(name), q.dtype)
             for name, x in caches.items()
         }
-        stored |= {weight: getattr(call, weight) for name, weight in weights.items() if name not in caches}
         offset = torch.tensor([ends[b] - lengths[b]], dtype=torch.int32)
-        own = Call(**new[b] | stored, gate_weight=call.gate_weight, q_offset=offset, spec=spec)
-        (values,), auxes[b], *_ = module.attend(own.as_batch())
+        (values,), auxes[b], *_ = module.attend(new[b]._replace(**stored, **own, q_offset=offset).as_batch())
         row_o, *row_lses = (row[b] for row in rows)
         row_o.copy_(values)
         for row, lse in zip(row_lses, (getattr(auxes[b], name) for name in LSES.values())):
@@ -85,18 +83,6 @@ def _pages(call: Call, caches: dict[str, Tensor]) -> dict[str, list[list[int]]]:
     return {name: compressed if "cmp" in name else tokens for name in caches}
 
 
-def _new(call: Call, lengths: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Each sequence's queries, new keys and values, gates and lists, without a dimension of the batch."""
-    rows = {"block_indices": call.config.num_tiles, **dict.fromkeys(COMPRESSED_CACHES, call.config.most_completed)}
-    new: list[dict[str, Tensor]] = [{} for _ in lengths]
-    for name in ("q", "gates", "q_index", "block_indices", *TOKEN_CACHES, *COMPRESSED_CACHES):
-        if (x := getattr(call, name)) is not None:
-            parts = x.split([rows.get(name, int)(T) for T in lengths]) if call.packed else x.unbind()
-            for own, part in zip(new, parts, strict=True):
-                own[name] = part
-    return new
-
-
 def _span(call: Call, name: str, first: int, end: int) -> tuple[int, int]:
     """The slots of a cache that tokens from first to end fill."""
     count = call.config.compressed_length
@@ -114,13 +100,13 @@ def _write(
     module: ModuleType,
     caches: dict[str, Tensor],
     pages: dict[str, Sequence[int]],
-    new: dict[str, Tensor],
+    new: Call,
     spans: dict[str, tuple[int, int]],
 ) -> None:
-    """New tokens of a sequence, then the compressed keys that they complete; pages, new and spans are by cache."""
+    """New tokens of a sequence, then the compressed keys that they complete; pages and spans are by cache."""
     config, exact = call.config, accumulation_dtype(call.q.dtype)
     for name, cache in caches.items():
-        (first, end), x = spans[name], new.get(name)
+        (first, end), x = spans[name], getattr(new, name)
         if "cmp" in name and x is None and first < end:
             of = name[0]
             tokens = slots_of(caches[of], pages[of], first * config.stride, (end - 1) * config.stride + config.span)

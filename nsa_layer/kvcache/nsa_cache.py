@@ -8,11 +8,12 @@ from itertools import accumulate, chain
 
 import torch
 
+from nsa_layer import support
+from nsa_layer.cached_call import check_call
 from nsa_layer.call import COMPRESSED_CACHES, FP8, OWN_KEYS, TOKEN_CACHES, Call
 from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.kvcache import operator
-from nsa_layer.kvcache.api import check
 from nsa_layer.kvcache.fp8 import MOST, dequantise, in_cache_dtype
 from nsa_layer.kvcache.operator import Lses
 from nsa_layer.kvcache.page_allocator import PageAllocator, sent
@@ -208,7 +209,8 @@ class NSACache(LastingTensors):
         static = {name: options.pop(name) for name in CHECKED if name in options}
         new = dict(q=q, k=k, v=v, cu_seqlens=options.pop("cu_seqlens_q", None), cache_seqlens=self.cache_seqlens)
         call = Call.of(options | new | self.caches | self.scales | tables)
-        call = check(call, config=self.config, **static, backend=backend, validate=validate, read=True)
+        checked = check_call(call, config=self.config, **static, backend=backend, validate=validate, read=True)
+        call = support.on_backend(backend, checked)
         counts = call.query_lengths
         try:
             ends = self._reserve(counts)
