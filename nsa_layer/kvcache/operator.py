@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from nsa_layer import autocast, derivatives
+from nsa_layer import autocast
 from nsa_layer.cached_call import with_query_lengths
 from nsa_layer.call import CACHES, TENSORS, Call, KVCache, accumulation_dtype, lse_shape
 from nsa_layer.operators import CONFIG, static_arguments
 from nsa_layer.operators.layer import STATIC_NAMES, static_spec
-from nsa_layer.operators.registration import OPS, define, differentiate, needs_dispatcher, register
+from nsa_layer.operators.registration import OPS, differentiate, needs_dispatcher, register
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
@@ -49,7 +49,7 @@ def refuse_gradients(call: Call, out: Tensor | None, o: Tensor, lses: Lses) -> t
     needing = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
     if needing:  # gradients would pass one number on their way to all of them, so that graphs keep what raises
         passed = sum(x[:0].sum() for x in needing)
-        o, *lses = _copy_without_gradient(passed, o, *lses)
+        o, *lses = _WithoutGradient.apply(passed, o, *lses)
     return o, tuple(lses)
 
 
@@ -92,23 +92,24 @@ def _step_schema() -> str:
 differentiate(register(_step_schema(), _step, _fake), _step)
 
 
-class _WithoutGradient(derivatives.ReverseMode):
+class _WithoutGradient(torch.autograd.Function):
     """Copies, whose backward is an operator that raises: a graph keeps it, and raises when it runs."""
 
     @staticmethod
+    def forward(passed: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.clone() for x in outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
     def backward(ctx: Any, do: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, OPS.raise_no_gradient(do).new_empty(()), *(None,) * 4
-
-
-def _copy(passed: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.clone() for x in outputs)
+        return OPS.raise_no_gradient(do).new_empty(()), *(None,) * 4
 
 
 def _raise(do: Tensor) -> Tensor:
     raise RuntimeError(NO_GRADIENT)
 
 
-_schema_of_copy = "Tensor passed, Tensor o, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa"
-_copy_without_gradient, _compute_copy = define("copy_without_gradient", _schema_of_copy, 4, _copy, _copy)
 register("raise_no_gradient(Tensor do) -> Tensor", _raise, torch.empty_like)
-differentiate(_copy_without_gradient, _compute_copy, _WithoutGradient)
