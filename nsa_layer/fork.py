@@ -1,12 +1,12 @@
 """The flash_attn.cute that Python would import: the patched build, a stock one, an outdated tree, or none.
 
-Nothing of flash_attn is imported to find out, since that needs a GPU stack; the build's marker module is read as text.
+Nothing of flash_attn is imported to find out, since that needs a GPU stack; the build's marker module is run by itself.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,7 +46,7 @@ def fork_status() -> ForkStatus:
             detail += f"; it hides the one in {patched[0]}"
             remedy = f"remove flash-attn-4 from {package.parent.parent}, then install this repository's build again"
         return ForkStatus("stock", location=str(package), detail=detail, remedy=remedy)
-    built = _constants(package / "build_info.py")
+    built = runpy.run_path(str(package / "build_info.py"))
     pin, version, patches = built.get("PIN"), built.get("VERSION"), built.get("PATCHES") or ()
     build = dict(pin=pin, version=version, patches=patches, location=str(package))
     root = _repository(package)
@@ -66,15 +66,6 @@ def require_patched() -> ForkStatus:
     return status
 
 
-def _constants(module: Path) -> dict[str, object]:
-    """The constants that a module assigns, without running it."""
-    values: dict[str, object] = {}
-    for node in ast.parse(module.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            values[node.targets[0].id] = ast.literal_eval(node.value)
-    return values
-
-
 def _repository(package: Path) -> Path | None:
     """The repository that a tree's links lead to; None for an installed wheel, or where the repository is gone."""
     layer = package.parent.parent / "nsa_layer"
@@ -84,7 +75,4 @@ def _repository(package: Path) -> Path | None:
 
 def _tree_hash(root: Path) -> str:
     """The hash that a tree made now would have, computed by the repository's own code."""
-    spec = importlib.util.spec_from_file_location("_flash_attn_nsa_digest", root / "patches" / "digest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.tree_hash(root, linked=True)
+    return runpy.run_path(str(root / "patches" / "digest.py"))["tree_hash"](root, linked=True)

@@ -4,37 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 KEPT = 128  # copies: the same packing is seen layer after layer, and by every call that a CUDA graph captures
-
-
-class HostCopy(NamedTuple):
-    """A copy of host integers to the GPU, the stream of the copy, and an event behind it; None without a GPU."""
-
-    numbers: torch.Tensor
-    stream: torch.cuda.Stream | None
-    sent: torch.cuda.Event | None
-
-    def ready(self) -> torch.Tensor:
-        """The integers, ready to be read on the current stream.
-
-        A stream other than the copy's waits for it, and keeps the memory alive after the cache has dropped it. In a
-        capture, before which the copy is complete, they are kept for good.
-        """
-        device = self.numbers.device
-        if _is_captured(device):
-            _held[id(self.numbers)] = self.numbers
-        elif self.sent is not None:
-            stream = torch.cuda.current_stream(device)
-            if stream != self.stream:
-                stream.wait_event(self.sent)
-                self.numbers.record_stream(stream)
-        return self.numbers
-
-
 # A CUDA graph reads what the call that it captured read, for as long as there are replays.
 _held: dict[int, torch.Tensor] = {}
 
@@ -42,11 +15,18 @@ _held: dict[int, torch.Tensor] = {}
 def numbers_on(rows: tuple[tuple[int, ...], ...], device: torch.device) -> list[torch.Tensor]:
     """Rows of integers as int32 tensors on `device`, each aligned to 16 bytes, from one copy, which is cached.
 
+    A stream other than the copy's waits for it, and keeps the memory alive after the cache has dropped it. In a
+    capture, before which the copy is complete, it is kept for good.
+
     Raises:
         RuntimeError: in a CUDA graph without an earlier copy: replays would copy from memory that is freed.
     """
-    copy, each = (_copied if _are_lasting() else _copied.__wrapped__)(rows, device)
-    copy.ready()
+    numbers, each, sent = (_copied if _are_lasting() else _copied.__wrapped__)(rows, device)
+    if _is_captured(device):
+        _held[id(numbers)] = numbers
+    elif sent is not None and (stream := torch.cuda.current_stream(device)) != sent[0]:
+        stream.wait_event(sent[1])
+        numbers.record_stream(stream)
     return each
 
 
@@ -62,22 +42,24 @@ def aligned(size: int) -> int:
 
 @lru_cache(maxsize=KEPT)
 @torch.inference_mode(False)  # a later call may have a backward
-def _copied(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[HostCopy, list[torch.Tensor]]:
-    """One copy of rows of integers, and each of them in it."""
+def _copied(
+    rows: tuple[tuple[int, ...], ...], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor], tuple[torch.cuda.Stream, torch.cuda.Event] | None]:
+    """One copy of rows of integers, each of them in it, and on a GPU the copy's stream and an event behind it."""
     if _is_captured(device):
         raise RuntimeError(
             "CUDA graph capture: run a call with these lengths once before capturing it, so that they are on the GPU"
         )
     padded = [n for row in rows for n in (*row, *[0] * (aligned(len(row)) - len(row)))]
-    numbers = torch.tensor(padded, dtype=torch.int32, device="cpu")
+    numbers, sent = torch.tensor(padded, dtype=torch.int32, device="cpu"), None
     if device.type != "cuda" or type(numbers) is not torch.Tensor:
-        copy = HostCopy(numbers.to(device), None, None)
+        numbers = numbers.to(device)
     else:
-        stream = torch.cuda.current_stream(device)
-        copy = HostCopy(numbers.pin_memory().to(device, non_blocking=True), stream, stream.record_event())
+        stream, numbers = torch.cuda.current_stream(device), numbers.pin_memory().to(device, non_blocking=True)
+        sent = stream, stream.record_event()
     offsets = accumulate(map(aligned, map(len, rows)), initial=0)
     # Not by indexing, which looks for the device: fake tensors have none.
-    return copy, [copy.numbers.narrow(0, offset, len(row)) for offset, row in zip(offsets, rows)]
+    return numbers, [numbers.narrow(0, offset, len(row)) for offset, row in zip(offsets, rows)], sent
 
 
 def _are_lasting() -> bool:
