@@ -81,7 +81,7 @@ faults(
      given(g=lambda g: g.flip(-1) if g.shape[-1] == 2 else g)),
     ("index rows of a cache", "nsa_layer.kvcache.eager:_write", "caches.any",
      "A call writes its index keys in reverse order.",
-     given(new=lambda new: {name: x.flip(0) if name == "k_index" else x for name, x in new.items()})),
+     given(new=lambda new: new if new.k_index is None else new._replace(k_index=new.k_index.flip(0)))),
     ("compressed key too early", CHUNKED + ":visible_compressed", "layer",
      "A compressed block is visible one token before its last one is reached.",
      given(spec=lambda s: replace(s, config=s.config.replace(compress_offset=s.config.offset - 1)))),

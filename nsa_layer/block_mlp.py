@@ -21,11 +21,6 @@ class BlockMLP(nn.Module):
     """Two layers over all tokens of a compressed block, for each key/value head, as in arXiv:2502.11089.
 
     An embedding of its position in the block is added to each token; between the layers, of 2 D units, is a GELU.
-
-    Args:
-        heads, dim: Hkv and D, of the tokens and the compressed tokens.
-        config: sizes of compressed blocks.
-        at: device and dtype of the parameters.
     """
 
     def __init__(self, heads: int, dim: int, *, config: NSAConfig, **at: Any) -> None:
@@ -69,7 +64,7 @@ def compressed(
     Args:
         lengths: of packed sequences, none of whose blocks holds tokens of two.
         starts: int32 [sequences + 1], of packed sequences whose lengths are not known; the result then has rows for as
-            many blocks as there could be, of which those at the end may be of anything.
+            many blocks as there could be, of which the last ones may be of anything.
         network: instead of the mean and the projection by weight [Hkv, D, D].
     """
     static = dict(network=network, weight=weight, config=config)

@@ -59,7 +59,7 @@ class Branches(nn.Module):
         index_bias: bool,
         **at: Any,
     ) -> dict[str, BlockMLP]:
-        """Add all parameters but those of the networks, which are returned; ``at``: device, dtype."""
+        """Add all parameters, and return the networks, whose parameters are not added; ``at``: device, dtype."""
         self.config, self.num_heads, self.num_kv_heads, count = config, Hq, Hkv, len(config.branches)
         self.gate_mlp = EqualGates(dim, count * Hq, **at) if gate == "linear" else None
         if gate == "input":
@@ -93,9 +93,6 @@ class Branches(nn.Module):
 
         Args:
             layer: with ``q_proj`` and ``k_proj``, such as this `NSAttention`, once it has a dense one's weights.
-
-        Raises:
-            NotImplementedError: the projections have no weights of floating point.
         """
         for name, parameter in self.named_parameters():
             part, _, key = name.replace("_index_norm.", "_norm.").replace("_index.", "_proj.").partition(".")
@@ -115,11 +112,8 @@ class Branches(nn.Module):
         return dict(gate_weight=self.gate_weight, gates=gates)
 
     def index_of(self, x: torch.Tensor, turn: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-        """Queries and keys of the index of x [.., dim], a constant, as arguments of `nsa`; of no index none.
-
-        Args:
-            turn: makes q_index and k_index of the projections [.., Hkv, Di].
-        """
+        """Queries and keys of the index, of x [.., dim] as a constant, whose projections [.., Hkv, Di] are turned; as
+        arguments of `nsa`, without an index none."""
         if self.q_index is None:
             return {}
         both = (part(x.detach()).unflatten(-1, (self.num_kv_heads, -1)) for part in (self.q_index, self.k_index))
@@ -157,7 +151,7 @@ class Branches(nn.Module):
 
 
 def slowest_pairs(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
-    """The last ``size / 2`` pairs (i, i + D / 2) of D dimensions, which a rotary embedding turns slowest."""
+    """The last ``size / 2`` pairs (i, i + D / 2) of D dimensions, which a rotary embedding rotates slowest."""
     return torch.cat([half.narrow(dim, half.shape[dim] - size // 2, size // 2) for half in x.chunk(2, dim)], dim)
 
 
@@ -178,7 +172,7 @@ def check_branches(
 
 
 def index_loss(model: nn.Module) -> torch.Tensor:
-    """Sum of the index' losses of a model's layers, `NSAttention` and those of transformers, in their last forward.
+    """Sum of the index' losses of a model's layers, `NSAttention` or of transformers, in their last forward.
 
     Raises:
         ValueError: no layer has an index.

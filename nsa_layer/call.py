@@ -146,13 +146,13 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Call:
-        """The call of arguments by name, those of `KVCache` too."""
+        """The call of arguments by name, fields of `KVCache` too."""
         cache = {name: arguments[name] for name in KVCache._fields if name in arguments}
         return cls(*map(arguments.get, cls._fields[:-2]), cache=KVCache(**cache) if cache else None)
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """All fields, those of `KVCache` too."""
+        """All fields, of `KVCache` too."""
         return self._asdict() | ({} if self.cache is None else self.cache._asdict())
 
     @property
@@ -265,12 +265,8 @@ class Call(NamedTuple):
 
     @property
     def num_lists(self) -> list[int]:
-        """Lists of each packed sequence; of a batch those of one sequence."""
+        """Lists of each packed sequence, or of a batch's first."""
         return list(map(self.config.num_tiles, self.spec.lengths or self.q.shape[1:2]))
-
-    def arguments(self) -> dict[str, torch.Tensor | None]:
-        """By name, as in `nsa`."""
-        return dict(zip(TENSORS[:-2], self))
 
     def sequences(self) -> Iterator[Call]:
         """The call of each sequence, without a dimension of the batch: weights are in all of them, starts and positions
@@ -304,7 +300,7 @@ class Call(NamedTuple):
 
 TENSORS = Call._fields[: Call._fields.index("pages")]
 DIFFERENTIABLE = TENSORS[:13]
-OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that a branch reads instead of those made of k and v
+OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that a branch reads instead of keys and values made of k and v
 STARTS = ("cu_seqlens", "cu_seqlens_k")
 OF_PACK = (*STARTS, "cu_seqlens_win", "q_offset", "win_offset")
 # Tensors with rows of each sequence.

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     """Shape and dtype that an argument must have.
 
     Attributes:
-        shape: a letter or number for each dimension; "tokens", "keys" and "blocks" stand for those of a layout.
+        shape: a letter or number for each dimension; "tokens", "keys" and "blocks" stand for dimensions of a layout.
         dtype: `Q`, `FLOAT`, `INT32`, `ANY`, `STORED` or `FLOAT32`.
         dense: contiguous in its last dimension.
         required: None is no such tensor.
@@ -137,11 +137,8 @@ def check_kind(name: str, x: object, q: object, dtype: str, *, optional: bool = 
 def check_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool, same_length: bool = True
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Raise TypeError or ValueError unless they fit `nsa`; sizes by letter, and the layout.
-
-    Args:
-        same_length: k has as many tokens as q.
-    """
+    """Sizes by letter, and the layout; TypeError or ValueError unless q, k and v fit `nsa`, where they have the
+    `same_length`."""
     sizes, layout = {}, PACKED if packed else BATCH
     if not same_length:
         layout = layout | dict(keys="total_k" if packed else "B S")
@@ -320,13 +317,8 @@ def is_on_gpu(starts: object) -> bool:
 
 
 def with_lengths(call: Call, max_seqlen: int | None = None, *, read: bool, suffix: str = "") -> Call:
-    """The call with its packed sequences' lengths, which the host reads and checks; in a graph without.
-
-    Args:
-        max_seqlen: tokens of a sequence, at most.
-        read: False for a bound in their place.
-        suffix: of the names of ``cu_seqlens`` and ``max_seqlen``.
-    """
+    """The call with its packed sequences' lengths, which the host reads and checks, or a bound of them; in a graph
+    without. suffix: of the names of ``cu_seqlens`` and ``max_seqlen``."""
     q, starts_k, bound, most = call.q, call.cu_seqlens_k, None, f"max_seqlen{suffix}"
     if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
         raise TypeError(f"{most} must be an int or None, got {max_seqlen!r}")
@@ -363,7 +355,7 @@ def check_lists(call: Call) -> None:
         return
     check_kind("block_indices", lists, q, LISTS)
     keys, shape = call.k if call.cache is None else call.cache.k_cache, tuple(lists.shape)
-    known, heads = not packed or call.spec.lengths is not None, (keys.shape[-2], q.shape[-2])
+    known, heads = call.lengths_known, (keys.shape[-2], q.shape[-2])
     lead = shape[:1] if not known else (sum(call.num_lists),) if packed else (q.shape[0], *call.num_lists)
     # Not `in`: in graphs of PyTorch 2.11 no number is in a tuple of symbols.
     if shape[:-2] != lead or len(shape) < 2 or all(shape[-2] != count for count in heads) or shape[-1] == 0:
@@ -405,12 +397,9 @@ def check_compressed(call: Call) -> None:
 
 
 def check_positions(q_offset: torch.Tensor | int | None, pairs: Iterable[tuple[int, int]], *, causal: bool) -> None:
-    """Raise ValueError for queries before the first key of their sequence.
+    """Raise ValueError for queries before the first key of their sequence; pairs: queries and keys of each.
 
     The numbers of a tensor are read on a CPU only, and not in a graph.
-
-    Args:
-        pairs: queries and keys of the sequences.
     """
     if isinstance(q_offset, torch.Tensor):
         if q_offset.device.type == "cpu" and not torch.compiler.is_compiling() and q_offset.min() < 0:
@@ -447,10 +436,7 @@ def check_lengths(
 ) -> tuple[int, ...] | None:
     """The lengths of the sequences that are packed in x [total, ...]; TypeError or ValueError where they are not.
 
-    None in a graph that is compiled or exported: the operators check the numbers when it runs.
-
-    Args:
-        read: False leaves the numbers alone, and returns None.
+    None if they are not read, as in a graph, whose operators check the numbers when it runs.
     """
     check_starts(cu_seqlens, name)
     if cu_seqlens.device not in (x.device, torch.device("cpu")):

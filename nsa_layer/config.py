@@ -224,7 +224,7 @@ class NSAConfig:
         """The operator of the public block-sparse NSA seed, for comparison with it; it leaks the future.
 
         Each query head lists the ``block_counts`` complete blocks with the highest mean score over a tile's queries,
-        among those that start at or before the tile's last token. On the reference and eager backends only.
+        among blocks that start at or before the tile's last token. On the reference and eager backends only.
 
         Example:
             >>> NSAConfig.seed(block_counts=4).q_tile
@@ -235,10 +235,8 @@ class NSAConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> NSAConfig:
-        """The inverse of ``dataclasses.asdict``, of dictionaries of older versions too.
-
-        One without ``compress_size`` was written when tiles of 128 were the default: they are what it means by no
-        ``q_tile``.
+        """The inverse of ``dataclasses.asdict``, of dictionaries of older versions too: one without ``compress_size``
+        was written when tiles of 128 were the default, which it means by no ``q_tile``.
 
         Raises:
             TypeError, ValueError: no dictionary of names, an unknown key, a field under two names, or a bad value.

@@ -59,11 +59,8 @@ class FirstDerivatives(ReverseMode):
 
 
 def first_derivatives(compute: Callable[..., tuple], *args: Any) -> tuple:
-    """``compute(*args)`` for the backward of a function: without autocast, and refusing to be differentiated.
-
-    Args:
-        args: the outputs' gradients, and everything that the result depends on.
-    """
+    """``compute(*args)``, of gradients and everything else that it depends on, for the backward of a function: without
+    autocast, and refusing to be differentiated."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     if any(map(functorch.is_legacy_batchedtensor, tensors)):  # is_grads_batched has a vmap of its own, no transform
         raise NotImplementedError(VMAP)

@@ -53,7 +53,7 @@ def fork_status() -> ForkStatus:
     if root is not None and built.get("TREE_HASH") != _tree_hash(root):
         tree = package.parent.parent
         remedy = f"run `python -m patches tree{'' if tree == root / '.tree' else f' {tree}'}` in {root}"
-        detail = f"{package} was made from other patches than those in {root / 'patches'}"
+        detail = f"{package} was made from other patches than {root / 'patches'}"
         return ForkStatus("stale", **build, detail=detail, remedy=remedy)
     return ForkStatus("patched", **build, detail=f"flash_attn.cute {version} with {len(patches)} patches")
 

@@ -278,11 +278,8 @@ class NSAttention(Branches):
 def _count_positions(
     x: torch.Tensor, cu_seqlens: torch.Tensor | None, before: torch.Tensor | None, cp: ContextParallel | None
 ) -> torch.Tensor:
-    """Positions within each sequence, int64 [T] or [total], of this rank's tokens; nothing waits for the device.
-
-    Args:
-        before: [sequences], tokens of each sequence ahead of x; a batch's positions are [B, T] then.
-    """
+    """Positions within each sequence, int64 [T] or [total], of this rank's tokens, [B, T] with the numbers [B] of
+    tokens before them; nothing waits for the device."""
     index = torch.arange(x.shape[-2], device=x.device) if cp is None else cp.positions(x.shape[-2], x.device)
     if cu_seqlens is None:
         return index if before is None else index + before.long()[:, None]

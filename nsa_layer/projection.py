@@ -6,14 +6,9 @@ import torch
 
 
 def project(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """``x[..., h, :] @ weight[h]`` in x's dtype: one batched product of views, nothing is copied.
+    """``x[..., h, :] @ weight[h]`` in x's dtype, x without a weight: x [..., H, D], weight [H, D, E] -> [..., H, E].
 
-    Args:
-        x: [B, Tc, H, D], or packed [total_blocks, H, D].
-        weight: [H, D, E], or None for the identity.
-
-    Returns:
-        [B, Tc, H, E], packed [total_blocks, H, E], contiguous in the last dimension, head after head in memory.
+    One batched product of views: nothing is copied, and heads lie one after the other in memory.
     """
     if weight is None:
         return x

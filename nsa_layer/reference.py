@@ -36,11 +36,7 @@ class SelectionScores:
 
 
 def compress(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig) -> torch.Tensor:
-    """Mean of each complete block, then a projection per head.
-
-    Args:
-        x: [T, Hkv, D].
-        weight: [Hkv, D, D] or None.
+    """Mean of each complete block of x [T, Hkv, D], then a projection by weight [Hkv, D, D], if any, per head.
 
     Returns:
         [Tc, Hkv, D] in the accumulation dtype, not rounded to the input's.
@@ -130,7 +126,7 @@ def forced_blocks(
     back = first // size - start // size  # blocks from a block to the tile's first one
     forced = (back < config.local_blocks) & (start <= last) & (config.local_blocks > 0)
     forced = forced | ((start // size < config.init_blocks) & ((start <= last) | (not causal)))
-    # The own block goes first, then newer before older; without the causal mask those behind the own one last.
+    # The own block goes first, then newer before older; without the causal mask later ones last.
     order = start.where(start <= last, -start).masked_fill(~forced, -1 - S)
     return forced & (order.argsort(-1, descending=True).argsort(-1) < config.block_counts)
 
@@ -145,17 +141,14 @@ def token_importance(
     causal: bool,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Importance of every block for some tokens and each key/value head, equation 9 of arXiv:2502.11089.
+    """Importance [R, Hkv, blocks] of every block for the tokens t [R] with queries q [R, Hq, D], equation 9 of
+    arXiv:2502.11089.
 
     The probabilities of the compressed keys, each times the strides of ``config.stride`` tokens in which the key's
     tokens and the block's overlap, summed over the query heads of the group.
 
     Args:
-        q: [R, Hq, D], the queries of the tokens t [R].
         k_cmp: [Tc, Hkv, D], as the compressed branch reads them.
-
-    Returns:
-        [R, Hkv, blocks] in the accumulation dtype.
     """
     group, dtype = q.shape[1] // k_cmp.shape[1], accumulation_dtype(q.dtype)
     keys = k_cmp.to(dtype).repeat_interleave(group, dim=1)
@@ -283,14 +276,11 @@ def window_mask(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, *, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention under a mask; a row that sees no key gives 0, LSE -inf and zero gradients.
-
-    Args:
-        q: [T, Hq, D]; k: [S, Hkv, D]; v: [S, Hkv, Dv].
-        visible: bool [T, S], or [Hs, T, S] with Hs dividing Hq.
+    """Attention of q [T, Hq, D] to k [S, Hkv, D] and v [S, Hkv, Dv] under a mask, bool [T, S], or [Hs, T, S].
 
     Returns:
-        o [T, Hq, Dv] in the dtype of q, and its natural log-sum-exp [Hq, T] in the accumulation dtype.
+        o [T, Hq, Dv] in the dtype of q, and its natural log-sum-exp [Hq, T] in the accumulation dtype; a row that sees
+        no key gives 0, -inf and zero gradients.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -341,7 +331,7 @@ def attend_branches(call: Call) -> tuple[ByBranch, torch.Tensor, torch.Tensor | 
     """The branches before the gate; arguments as for `attend`.
 
     Returns:
-        Their outputs and differentiable LSEs by name, shaped like those of `attend`; the selected blocks and, with an
+        Their outputs and differentiable LSEs by name, shaped as of `attend`; the selected blocks and, with an
         index, their scores, as in `Aux`; and the sums of its loss.
     """
     spec, packed, sequences = call.spec, call.spec.lengths is not None, list(call.sequences())

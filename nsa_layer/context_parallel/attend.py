@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast, operators, support
-from nsa_layer.call import Call
+from nsa_layer.call import TENSORS, Call
 from nsa_layer.checks import assert_numbers, host_reads
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import gather, heads
@@ -35,18 +35,12 @@ def attend(
     is that of its part.
 
     Args:
-        call: this rank's tensors.
-        check_options: checks `options`.
         static: the arguments of `nsa`, or of `selected_attention`, that say what is computed.
-        options: their other arguments.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as of `check_same_on_all_ranks` and `check_shard`.
-        NotImplementedError: the mode does not do this; or a graph would have to know lengths of packed sequences.
+        options: their other arguments, which `check_options` checks.
     """
     alone, config = "block_size" in static, static.get("config")
     check = partial(check_shard, call, cp, **static)
-    arguments = call.arguments() | static | options
+    arguments = dict(zip(TENSORS[:-2], call)) | static | options
     check_same_on_all_ranks(cp, [check_options, check], ragged=() if alone else RAGGED, **arguments)
     check_options()
     backend, more = options["backend"], options["return_lse" if alone else "return_aux"]
@@ -78,13 +72,10 @@ def attend(
 
 def auto_gathers(cp: ContextParallel, call: Call, config: NSAConfig | None, backend: str | None) -> bool:
     """True if mode "auto" is "gather": where the ranks do not divide the key/value heads, and, outside of graphs, in
-    long calls of `nsa` of which "gather" sends less.
+    long calls of `nsa` (config is not None) of which "gather" sends less.
 
     Each of R ranks sends a share of (R - 1) / R: with "heads" of q, k, v, o and their gradients of its own tokens, with
     "gather" of k and v of all tokens, twice, and of their gradients once.
-
-    Args:
-        config: None for `selected_attention`.
     """
     q, starts, (Hq, Hkv) = call.q, call.cu_seqlens, (x.shape[-2] for x in call[:2])
     if Hkv % cp.size:

@@ -51,7 +51,6 @@ def check_same_on_all_ranks(
     Args:
         checks: raise what is wrong with this rank's arguments, where calls are compared.
         ragged: names of the arguments of which ranks may have different numbers of rows.
-        arguments: of the call, by name.
 
     Raises:
         TypeError: cp is no ContextParallel.
@@ -113,9 +112,6 @@ def check_shard(
     Returns:
         The whole call's static side, and layouts by kind: "tokens"; "blocks", if there are compressed keys; "tiles". Of
         packed sequences that are not read there are no lengths, and no layouts that depend on them.
-
-    Raises:
-        TypeError, ValueError: an argument is bad, or the mode does not fit.
     """
     (q, k, v), starts, alone = call[:3], call.cu_seqlens, "block_size" in static
     packed = starts is not None

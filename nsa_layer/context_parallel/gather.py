@@ -31,15 +31,7 @@ Tensor = torch.Tensor
 def attend_shard(
     cp: ContextParallel, call: Call, memory: MemoryPolicy, *, return_aux: bool
 ) -> tuple[Tensor, Aux | None, Tensor | None]:
-    """`operators.attend` of a rank's queries, without what is not asked for; checked arguments.
-
-    Args:
-        call: this rank's tensors, and the spec of the whole call.
-
-    Raises:
-        NotImplementedError: the backend is the reference; queries choose by tile, or have lists of tiles that chunks
-            cut.
-    """
+    """`operators.attend` of a rank's tensors, with the spec of the whole call, without what is not asked for."""
     if call.spec.backend == "reference":
         raise NotImplementedError("cp: mode='gather' with backend='reference'")
     call = call.with_scores(return_aux)

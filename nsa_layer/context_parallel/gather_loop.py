@@ -95,7 +95,7 @@ class GatherLoop:
     def gradients(
         self, do: Tensor, d_sums: Tensor | None, o: Tensor | None, *saved: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the differentiable tensors; those of weights are this rank's part.
+        """Gradients of the differentiable tensors; of weights this rank's part.
 
         Args:
             d_sums: of the sums of each step and shard; None: an index has no gradients.
@@ -192,7 +192,7 @@ class GatherLoop:
         where the window has no keys of its own."""
         shard, spec, rows, of_window = self.shards[i], self.spec, None, "k_win" in keys
         tensors = {name: x[i][0] if self.packed else x[i] for name, x in keys.items()}
-        of_shard, numbers = shard.spec(spec), {"q_offset": shard.offsets}
+        of_shard, numbers = shard.spec(spec), dict(q_offset=tuple(offset for *_, offset in shard.lengths))
         if spec.config.computes("window"):
             rows, positions = shard.window(spec, tile=1 if of_window else support.KV_TILE)
             if not of_window:

@@ -36,15 +36,14 @@ def attend_heads(
 
     Args:
         attend: of some heads. Weights get gradients of this rank's heads alone.
-        call: this rank's rows [B, n, H, ...], packed [n, H, ...]; weights [H, ...] are the same on every rank.
-        layouts: of each kind of rows.
+        call: this rank's rows [B, n, H, ...], packed [n, H, ...], in these layouts; weights are the same on every rank.
         results: fields of `Aux` that are exchanged.
 
     Returns:
-        What `attend` returns, of this rank's rows and all heads; sums of this rank's heads.
+        As of `attend`: this rank's rows of all heads, and the sums of its heads.
     """
     packed, in_graph, steps = call.packed, dispatcher_sees(call.q), step_sizes(call, layouts[TOKENS], cp)
-    tensors = {name: x for name, x in call.arguments().items() if x is not None}
+    tensors = {name: x for name in (*KINDS, *WEIGHTS) if (x := getattr(call, name)) is not None}
     rows = {name: x[None] if packed else x for name, x in tensors.items() if name in KINDS}
 
     def sizes(count: int) -> list[int]:

@@ -88,12 +88,8 @@ def block_ranges(tokens: ShardLayout, lengths: Sequence[int], span: int, stride:
     """For each chunk the tokens of the blocks that start in it, which may reach into the next chunks.
 
     Args:
-        tokens: their layout.
         lengths: of the packed sequences, or of one sequence.
         span, stride: of blocks.
-
-    Returns:
-        (tokens; how many of each sequence; number of blocks).
     """
     ranges, starts, first, chunk = [], (0, *accumulate(lengths)), 0, tokens.counts[0]
     for begin in range(0, tokens.total, chunk):
@@ -131,11 +127,6 @@ class QueryShard(NamedTuple):
     lengths: tuple[tuple[int, int, int], ...]
     before: int
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Position of each sequence's first query."""
-        return tuple(offset for *_, offset in self.lengths)
-
     def spec(self, whole: CallSpec) -> CallSpec:
         """The static side of this shard's call."""
         if whole.lengths is None:
@@ -150,14 +141,12 @@ class QueryShard(NamedTuple):
         return slice(begin, begin + sum(count(S) for _, S, _ in self.lengths))
 
     def window(self, spec: CallSpec, *, tile: int = 1) -> tuple[slice, tuple[tuple[int, int], ...]]:
-        """Keys that the sliding windows of the queries see.
+        """Rows of the shard's keys that the sliding windows of its queries see, and for each sequence
+        (keys, position of the first query in them).
 
         Args:
-            tile: keys before the first query are a multiple of it, so that kernels, which read whole tiles, are as fast
-                as with all keys; unless there are not as many.
-
-        Returns:
-            Their rows among the keys of the shard, and for each sequence (keys, position of the first query in them).
+            tile: keys before the first query are a multiple of it, if there are as many, so that kernels, which read
+                whole tiles, are as fast as with all keys.
         """
         reach, begin, total = spec.config.window_reach, self.lengths[0][2], self.keys.stop - self.keys.start
         end = begin + self.queries.stop - self.queries.start
@@ -175,7 +164,6 @@ def query_shards(tokens: ShardLayout, lengths: Sequence[int], *, cut: bool) -> l
     """The shards of each rank, one for each of its chunks.
 
     Args:
-        tokens: their layout.
         lengths: of the packed sequences, or of one sequence.
         cut: leave out keys behind the last query: no query attends to them, and no list names them.
     """

@@ -11,7 +11,7 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks
 from nsa_layer.context_parallel.layout import ShardLayout, block_ranges
 from nsa_layer.context_parallel.spec import ContextParallel, rank_chunks
-from nsa_layer.context_parallel.transport import gather
+from nsa_layer.context_parallel.transport import exchange
 
 
 def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> torch.Tensor:
@@ -66,7 +66,8 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
     check_same_on_all_ranks(cp, [check], x=x, dim=dim)
     check()
     parts = x.movedim(dim, 0)
-    return gather(parts[None], ShardLayout.of_tokens(cp, len(parts)))[0].movedim(0, dim)
+    (whole,) = exchange("gather", [parts[None]], [ShardLayout.of_tokens(cp, len(parts))])
+    return whole[0].movedim(0, dim)
 
 
 def compress_shard(
@@ -82,13 +83,7 @@ def compress_shard(
     Args:
         x: [B, n, H, D], packed [n, H, D].
         lengths: of the whole call's packed sequences.
-        compress: [B, T, H, D] -> [B, Tc, H, D], or packed and lengths -> packed.
-
-    Returns:
-        [B, rows, H, D], packed [rows, H, D].
-
-    Raises:
-        NotImplementedError: a graph would have to know lengths of packed sequences.
+        compress: [B, T, H, D] -> [B, Tc, H, D], or packed and lengths -> packed, as is returned.
     """
     if lengths is None and x.dim() == 3:
         raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
@@ -97,7 +92,8 @@ def compress_shard(
     blocks = block_ranges(layout, lengths or (layout.total,), config.span, config.stride)
     ranges = [[blocks[chunk][0] for chunk in of_rank] for of_rank in rank_chunks(cp.size, cp.load_balance)]
     layout, rows = layout._replace(ranges=ranges), []
-    for tokens, chunk in zip(gather(batch, layout).split(layout.sizes, 1), cp.chunks, strict=True):
+    (read,) = exchange("gather", [batch], [layout])
+    for tokens, chunk in zip(read.split(layout.sizes, 1), cp.chunks, strict=True):
         rows.append(compress(tokens, None) if lengths is None else compress(tokens[0], blocks[chunk][1]))
     return torch.cat(rows, dim=1 if lengths is None else 0)
 

@@ -54,7 +54,7 @@ class Exchange:
         return self._gather([x] * layout.cp.size, layout, in_place=layout.ranges is None)
 
     def reduce_scatter(self, xs: Tensor | Sequence[Tensor], layout: ShardLayout, out: Tensor | None = None) -> Tensor:
-        """Rows as of `gather`, or those of each range -> this rank's rows `out` [B, n, ...]: sums over the ranks and
+        """Rows as of `gather`, or of each range -> this rank's rows `out` [B, n, ...]: sums over the ranks and
         ranges, made in fp32, and rounded once."""
         if isinstance(xs, Tensor):
             xs = xs.split(layout.sizes, 1)
@@ -78,8 +78,7 @@ class Exchange:
         """The rows that this rank reads.
 
         Args:
-            xs: this rank's rows, as each rank reads them.
-            in_place: every rank reads all rows: send what is in the result.
+            xs: this rank's rows, as each rank reads them; in_place: all, which are sent from the result.
         """
         rank = layout.cp.rank
         whole = xs[0].new_empty((len(xs[0]), sum(layout.sizes), *xs[0].shape[2:]))
@@ -94,10 +93,9 @@ class Exchange:
         return whole
 
     def _scatter(self, xs: Sequence[Tensor], layout: ShardLayout, into: Tensor | None = None) -> Addends:
-        """This rank's rows, from every rank that reads them.
+        """This rank's rows, from every rank that reads them, of the ranges xs that this one reads.
 
         Args:
-            xs: of each range that this rank reads.
             into: [R, B, n, ...]: other ranks' rows are written there, and not returned.
         """
         xs, rank, received = [contiguous(x) for x in xs], layout.cp.rank, []
@@ -139,18 +137,9 @@ class Linear(torch.autograd.Function):
 
 
 def exchange(way: str, xs: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> tuple[Tensor, ...]:
-    """A method of `Exchange` from start to end by the operator, differentiable.
-
-    Args:
-        way: the method's name.
-        layouts: of each tensor; with ranges of one tensor alone.
-    """
+    """The method `way` of `Exchange` from start to end by the operator, differentiable; layouts with ranges are of one
+    tensor alone."""
     return Linear.apply(partial(_by_operator, way, layouts), partial(_by_operator, INVERSE[way], layouts), *xs)
-
-
-def gather(x: Tensor, layout: ShardLayout) -> Tensor:
-    """Differentiable `Exchange.gather`."""
-    return exchange("gather", [x], [layout])[0]
 
 
 def sum_over_ranks(x: Tensor, cp: ContextParallel) -> Tensor:

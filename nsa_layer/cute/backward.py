@@ -11,7 +11,7 @@ from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call import Call, Saved
 from nsa_layer.config import BRANCHES
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.forward import attend_branch, attend_selected, compiling
+from nsa_layer.cute.forward import attend_branch, attend_selected
 from nsa_layer.cute.grad_accum import GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.head_slices import head_group, joined, narrow, query_heads, saved_of_group
 from nsa_layer.cute.index_loss import index_loss_backward
@@ -24,6 +24,7 @@ from nsa_layer.kernels.pooling.mean_pool import mean_pool_backward
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project_backward
 from nsa_layer.support import reads_unions
+from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
 SUMS_STEP = 64  # rows that row sums of packed sequences start at multiples of
@@ -50,7 +51,7 @@ def backward(
         d_sums: the gradient of ``saved.index_sums``, of which the first number counts.
     """
     (call, varlen), do = as_kernels_read(call._replace(spec=call.spec.in_force())), aligned_rows(do)
-    with compiling(call, plan, backward=True):
+    with compile_missing(call, plan, backward=True):
         of_keys = (*call[1:3], call.k_win, call.v_win)[: 4 if window is None else 2]
         dense = dict(memory_format=torch.contiguous_format)
         of_keys = [None if x is None else torch.empty_like(x, **dense) for x in of_keys]
@@ -88,8 +89,8 @@ def backward_group(
     *,
     window_adds: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Write the gradients of the group's tokens to dq, dk, dv, dk_win and dv_win, and return those of gate_weight,
-    gates, both compression weights, k_cmp and v_cmp.
+    """Write the gradients of the group's tokens to dq, dk, dv, dk_win and dv_win, and return the gradients of
+    gate_weight, gates, both compression weights, k_cmp and v_cmp.
 
     Args:
         dk_win, dv_win: None where the window reads k, and v.
@@ -185,11 +186,7 @@ def backward_group(
 def _index_backward(
     call: Call, varlen: Varlen, saved: Saved, pairs: KeyPairs | None, d_sums: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of q_index and k_index, of all heads at once: they may share one index key.
-
-    Args:
-        pairs: the tokens of each block; None: not there yet.
-    """
+    """Gradients of q_index and k_index, of all heads at once: they may share one index key; pairs: if there already."""
     if d_sums is None:
         return None, None
     if pairs is None:
@@ -224,11 +221,8 @@ def _recompute(
     of_slc: dict | None,
     of_swa: dict | None,
 ) -> tuple[Tensor | None, ...]:
-    """The branches' outputs; unsaved ones are recomputed by the same launches, which give the same bits.
-
-    Args:
-        of_cmp, of_slc, of_swa: options of their calls; None for a branch that is not there.
-    """
+    """The branches' outputs; unsaved ones are recomputed by the same launches with the same options, if the branch is
+    there, which give the same bits."""
     (q, k, v), spec, o_cmp, o_slc, o_swa = call[:3], call.spec, saved.o_cmp, saved.o_slc, saved.o_swa
     if o_cmp is None and of_cmp is not None:
         with component("cmp"):
@@ -275,11 +269,8 @@ def _add_selected(
     dv: KeyGradient,
     start: int,
 ) -> KeyPairs:
-    """Add the selected branch's dk and dv, by the exact pairs of unions, which are returned.
-
-    Args:
-        rows: row sums and log-sum-exps, of which sequences start at multiples of `start`.
-    """
+    """Add the selected branch's dk and dv, by the exact pairs of unions, which are returned; rows: sums and
+    log-sum-exps, of which sequences start at multiples of `start`."""
     spec, starts = call.spec, dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
     with component("pairs"):
         pairs = token_block_csr(call, varlen, block_indices)

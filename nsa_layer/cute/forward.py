@@ -6,7 +6,7 @@ compressed keys and values, and the selected blocks. Block lists are built again
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 
@@ -14,7 +14,7 @@ from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.interface import _flash_attn_fwd
 from flash_attn.cute.lists.query_bits import block_sums
 from flash_attn.cute.mma.form import use_mma_sync
-from nsa_layer.call import Call, CallSpec, Saved, Signature, lse_shape
+from nsa_layer.call import Call, CallSpec, Saved, lse_shape
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.head_slices import head_group, join_saved, narrow, query_heads
 from nsa_layer.cute.index_loss import of_chosen_blocks
@@ -49,7 +49,7 @@ def forward(
         side_stream: of the window's attention; joined before its output is read. None: all on the current one.
     """
     (call, varlen), spec = as_kernels_read(call), call.spec
-    with compiling(call, plan, backward=backward):
+    with compile_missing(call, plan, backward=backward):
         o = new_outputs(*call[:3:2])[0] if o is None else o
         saved, Hkv, config = Saved(), call.k.shape[-2], spec.config
         for group in plan.groups:
@@ -149,23 +149,17 @@ def forward_selected(
         return o, lse, of_chosen_blocks(call, varlen, unions, sums, lse)
 
 
-def compiling(call: Call, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
-    """Context in which the first missing kernel has all missing kernels of the call compiled side by side."""
-    return compile_missing(lambda: Signature.of(call, plan, backward=backward))
-
-
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """New tensors like those that `attend` returns."""
+    """New tensors like the results of `attend_branch`."""
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
 def attend_branch(
     q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A branch's attention.
+    """A branch's attention to k and v of tokens or of compressed blocks.
 
     Args:
-        q: [B, T, Hq, D], or packed [total, Hq, D]; k and v alike, of tokens or of compressed blocks.
         options: of `_flash_attn_fwd`, see `branch_options`.
         into: `new_outputs`, which are written where there are keys.
 

@@ -1,4 +1,4 @@
-"""fp32 accumulators that the branches' backward calls share: one dq for all, one dk and dv for those of the same keys.
+"""fp32 accumulators that the branches' backward calls share: one dq for all, one dk and dv for calls of the same keys.
 
 Each call gets its row sums from the gate's backward and adds to the accumulators; gradients are rounded once, at the
 end. Accumulators that are laid out differently are kept apart, and their conversions add up.
@@ -47,18 +47,14 @@ def backward_layouts(q: Tensor, calls: Sequence[dict], *, key: Hashable) -> tupl
 
 
 class KeyGradient:
-    """A gradient [..., H, D] that parts are added to one after the other; the first is written.
-
-    Attributes:
-        filled: a part has been written.
-    """
+    """A gradient [..., H, D] that parts are added to one after the other; the first is written: it is filled then."""
 
     def __init__(self, out: Tensor, *, filled: bool = False) -> None:
         self.out, self.filled = out, filled
 
 
 class GradAccumulators:
-    """The accumulators of a backward; those that start from zero are one allocation.
+    """The accumulators of a backward; all that start from zero are one allocation.
 
     Without GQA calls have no accumulators of dk and dv: each stores its own.
     """
@@ -78,13 +74,9 @@ class GradAccumulators:
         self._dq: dict[Hashable, tuple[Tensor, AccumLayout]] = {}
 
     def share(self, dpsum: Tensor, lse_log2: Tensor, *, with_dq: bool = True) -> SharedBackward:
-        """The accumulators and row sums of the next call in the order of the layouts.
+        """The accumulators of the next call in the order of the layouts, and its branch's row sums.
 
-        The first call to add to a dq leaves its own part there.
-
-        Args:
-            dpsum, lse_log2: of the call's branch, as `gated_sum_backward` gives them.
-            with_dq: False for a call that leaves dq out.
+        The first call to add to a dq leaves its own part there. with_dq: False for a call that leaves dq out.
         """
         name, layout = self._waiting.pop(0)
         dk, dv = (None, None) if layout.dk is None else self._dk_dv[name, layout.dk.place][:2]

@@ -49,11 +49,7 @@ def of_chosen_blocks(
 def index_loss_backward(
     call: Call, varlen: Varlen, saved: Saved, pairs: KeyPairs, d_sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``d_sums[0]`` times the numerator, of q_index and k_index.
-
-    Args:
-        pairs: the tokens of each block.
-    """
+    """Gradients of ``d_sums[0]`` times the numerator, of q_index and k_index."""
     q_index, k_index, best, mass = _batched(call, call.q_index, call.k_index, saved.index_tokens, saved.index_mass)
     dq, dk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_index, k_index))
     where, dz = (varlen.cu_seqlens, varlen.cu_seqlens_k), torch.empty_like(mass)
@@ -66,7 +62,7 @@ def index_loss_backward(
 
 
 def _batched(call: Call, *tensors: Tensor) -> list[Tensor]:
-    """Packed tensors as those of a batch of one."""
+    """Packed tensors as a batch of one."""
     return [x.unsqueeze(0) if call.packed else x for x in tensors]
 
 

@@ -24,7 +24,7 @@ import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import check_slots
-from nsa_layer.call import CACHES, COMPRESSED_CACHES, SCALES, TOKEN_CACHES, Call, Saved, Signature, lse_shape
+from nsa_layer.call import CACHES, COMPRESSED_CACHES, SCALES, TOKEN_CACHES, Call, Saved, lse_shape
 from nsa_layer.cute.forward import forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
@@ -63,7 +63,7 @@ def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, Lses]:
     Returns:
         o and the branches' log-sum-exps, shaped as `nsa_with_kvcache` says.
     """
-    with compile_missing(lambda: Signature.of(call)):
+    with compile_missing(call):
         return step(call, validate=validate)
 
 

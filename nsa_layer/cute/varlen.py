@@ -1,6 +1,6 @@
 """Starts of packed sequences on the GPU, in tokens, compressed blocks and tiles.
 
-The host makes them of the lengths, where it knows these; otherwise the GPU does. Totals are those of any lengths.
+The host makes them of the lengths, where it knows these; otherwise the GPU does. Totals are bounds for any lengths.
 """
 
 from __future__ import annotations

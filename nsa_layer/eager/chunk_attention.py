@@ -38,11 +38,7 @@ def visible_window(spec: CallSpec, q_offset: int) -> Visible:
 
 
 def attend_chunks(q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """Attention to the visible keys.
-
-    Args:
-        q: [B, T, Hq, D].
-        k: [B, S, Hkv, D]; v: [B, S, Hkv, Dv].
+    """Attention of q [B, T, Hq, D] to the visible ones of k [B, S, Hkv, D] and v [B, S, Hkv, Dv].
 
     Returns:
         o [B, T, Hq, Dv] in q's dtype and the LSE [B, T, Hq]; a row that sees no key gives 0 and -inf.
@@ -68,11 +64,8 @@ def attend_chunks(q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, softmax_
 def attend_chunks_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Visible, lse: Tensor, weight: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk and dv of ``weight * o``, shaped like q, k and v, and do . o [B, T, Hq]; sums in the accumulation dtype.
-
-    Args:
-        lse, weight: [B, T, Hq]; arguments else as for `attend_chunks`.
-    """
+    """dq, dk and dv of ``weight * o``, shaped like q, k and v, and do . o, all in the accumulation dtype; do . o, lse
+    and weight are [B, T, Hq]."""
     B, Hkv = len(q), k.shape[2]
     do, q, lse, weight = (by_head(x, Hkv) for x in (do, q, lse, weight))
     k, v = by_head(k, Hkv).squeeze(2), by_head(v, Hkv).squeeze(2)

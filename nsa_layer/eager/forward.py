@@ -121,10 +121,7 @@ def compress_batch(batch: Call, name: str) -> tuple[Tensor | None, Tensor, Tenso
 
 
 def gate_values(q: Tensor, gate_weight: Tensor | None, gates: Tensor | None, branches: int = 3) -> Tensor:
-    """The gates in the accumulation dtype, [..., Hq, branches].
-
-    ``sigmoid(q[t, h] . gate_weight[h, i])``, or `gates` as they are, or equal shares without either.
-    """
+    """The gates [..., Hq, branches] in the accumulation dtype: sigmoids, `gates` as they are, or equal shares."""
     acc = accumulation_dtype(q.dtype)
     if gates is not None:
         return gates.to(acc)

@@ -14,14 +14,11 @@ Tensor = torch.Tensor
 
 
 def score_blocks(q_index: Tensor, keys: Tensor, t: Tensor, *, config: NSAConfig, scale: float) -> Tensor:
-    """The largest token score of each block, among tokens that a query sees.
+    """The largest token score of each block, among tokens that a query sees: [B, Hs, m, N], -inf for later blocks.
 
     Args:
         q_index: [B, Hs, m, Di], some queries; t: int64 [m], their positions among the keys.
         keys: [B, Hs or 1, Di, S].
-
-    Returns:
-        [B, Hs, m, N] in the accumulation dtype; -inf for a block that begins after a query.
     """
     (S, size), N = (keys.shape[-1], config.block_size), config.num_blocks(keys.shape[-1])
     z = (q_index @ keys).mul_(scale)
@@ -58,12 +55,8 @@ def saved_of_index(batch: Call, lists: Tensor, lse: Tensor, q_offset: int) -> di
 
 
 def _free_mass(batch: Call, lists: Tensor, lse: Tensor, free: Tensor, q_offset: int) -> tuple[Tensor, Tensor]:
-    """The selected branch's probabilities in free blocks, and the blocks' best tokens, for the index' loss.
-
-    Returns:
-        m [B, T, Hs, n] in the accumulation dtype: the selected branch's probability in each free block, the mean over
-        the list's query heads, 0 elsewhere; and int64 [B, T, Hs, n], the token of the block with the largest score.
-    """
+    """For the index' loss m [B, T, Hs, n], the selected branch's probability in each free block, a mean over the
+    list's query heads, and 0 elsewhere; and int64 [B, T, Hs, n], the token of the block with the largest score."""
     (q, k), (q_index, k_index), spec = map(to_compute_dtype, batch[:2]), batch.index, batch.spec
     (B, S), Hs, size = k.shape[:2], lists.shape[2], min(spec.config.block_size, k.shape[1])
     q, q_index, lse = (by_head(x, Hs) for x in (q, q_index, lse))
@@ -77,7 +70,7 @@ def _free_mass(batch: Call, lists: Tensor, lse: Tensor, free: Tensor, q_offset: 
         z = pairs.scores(pairs.of_queries(q_index[heads, rows]), pairs.of_blocks(k_index[heads]), 1.0).squeeze(2)
         at = (z == z.amax(-1, keepdim=True)).to(torch.int8).argmax(-1)  # the first of several
         mass[heads, rows], best[heads, rows] = pairs.of_pairs(p), pairs.of_pairs(at)
-    # Pairs of a query are sorted: those of -1 come first.
+    # Pairs of a query are sorted: pairs of -1 come first.
     order = torch.arange(lists.shape[-1], device=lists.device) + (lists < 0).sum(-1, keepdim=True)
     order %= lists.shape[-1]
     mass, best = (by_token(x.unsqueeze(2), B).gather(-1, order) for x in (mass, best))

@@ -28,8 +28,7 @@ def attend_lists(
     """Attention of every query to the keys of the blocks listed for its tile, causal up to its own position.
 
     Args:
-        q: [B, T, Hq, D].
-        k: [B, S, Hkv, D]; v: [B, S, Hkv, Dv].
+        q, k, v: [B, T, Hq, D], [B, S, Hkv, D] and [B, S, Hkv, Dv].
         lists: int32 [B, M, Hs, n], Hs = Hkv or Hq, of M tiles; in any order, -1 and blocks that do not exist are
             padding, a block that is named twice counts once.
         q_offset: position of the first query among the keys.
@@ -67,11 +66,8 @@ def attend_lists_backward(
     spec: CallSpec,
     q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk and dv of ``weight * o``, shaped like q, k and v, and do . o [B, T, Hq]; sums in the accumulation dtype.
-
-    Args:
-        lse, weight: [B, T, Hq]; arguments else as for `attend_lists`.
-    """
+    """dq, dk and dv of ``weight * o``, shaped like q, k and v, and do . o, all in the accumulation dtype; do . o, lse
+    and weight are [B, T, Hq]."""
     B, (S, Hkv), Hs = len(q), k.shape[1:3], lists.shape[2]
     do, q, lse, weight = (by_head(x, Hs) for x in (do, q, lse, weight))
     k, v = (blocks_of(x, Hs, spec.config.block_size) for x in (k, v))
@@ -112,7 +108,7 @@ class BlockPairs:
         ends = ((starts.diff() + (TILE - 1)) // TILE).cumsum(0)
         # On a device that would have to be waited for, as many tiles as there can be.
         count = int(ends[-1]) if device.type == "cpu" else min(pairs, pairs // TILE + blocks)
-        # Tiles of block j are ends[j - 1] .. ends[j] - 1; those behind the last one hold no pair.
+        # Tiles of block j are ends[j - 1] .. ends[j] - 1; tiles behind the last one hold no pair.
         self.block = torch.searchsorted(ends, torch.arange(count, device=device), right=True).clamp_(max=blocks - 1)
         first = ends * TILE
         first = torch.cat([first.new_zeros(1), first[:-1]]) - starts[:-1]

@@ -10,14 +10,7 @@ from nsa_layer.projection import project
 
 
 def mean_pool(x: torch.Tensor, *, config: NSAConfig) -> torch.Tensor:
-    """Means of `config.span` tokens every `config.stride` tokens, over complete blocks only.
-
-    Args:
-        x: [B, T, H, D].
-
-    Returns:
-        [B, Tc, H, D] in fp32 (fp64 for fp64 input); ``Tc = (T - span) // stride + 1``, 0 when T < span.
-    """
+    """Means of complete blocks, in the accumulation dtype: x [B, T, H, D] -> [B, Tc, H, D]."""
     l, d = config.span, config.stride
     Tc = config.compressed_length(x.shape[1])
     if Tc == 0:

@@ -35,8 +35,7 @@ def select_blocks(
         k_cmp: [B, Tc, Hkv, D], compressed keys: by token as the compressed branch reads them, else not rounded; keys of
             an index [B, S, Hkv or 1, Di].
         lse_cmp: [B, T, Hq], the compressed branch's log-sum-exp, -inf where a row sees no key; read by token alone.
-        q_offset: position of the first query, 0 except by token.
-        S: tokens of the sequence; None: T.
+        q_offset: position of the first query, 0 except by token; S: tokens of the sequence, by default T.
         width: of a list, at least ``config.list_width(S)``, which is the default.
 
     Returns:
@@ -90,11 +89,8 @@ def select_blocks(
 
 
 def _in_blocks(p: Tensor, S: int, config: NSAConfig) -> Tensor:
-    """Probabilities of compressed keys [..., Tc] -> importance of blocks [..., N].
-
-    Key i covers the strides i to ``i + span // stride - 1`` of ``stride`` tokens each, and counts once for each of them
-    that lies in the block.
-    """
+    """Probabilities of compressed keys [..., Tc] -> importance of blocks [..., N]: a key counts once for each of its
+    strides that lies in the block."""
     in_key, in_block = config.span // config.stride, config.block_size // config.stride
     strides = p.new_zeros(*p.shape[:-1], max(config.num_blocks(S) * in_block, p.shape[-1] + in_key - 1))
     for shift in range(in_key):

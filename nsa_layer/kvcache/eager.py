@@ -23,14 +23,11 @@ Tensor = torch.Tensor
 
 @torch.no_grad()
 def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], list[Aux | None]]:
-    """The step, on caches that it changes in place.
+    """The step, on caches that it changes in place: o and log-sum-exps as of `nsa_with_kvcache`, and each sequence's
+    `Aux`, None where there is nothing to attend.
 
     Args:
         validate: raise, before anything is written, where a sequence does not fit its caches, or shares slots.
-
-    Returns:
-        o and the branches' log-sum-exps, shaped as `nsa_with_kvcache` says, and each sequence's `Aux` (None where
-        there is nothing to attend).
     """
     module, q, lengths = support.pages(call.spec.backend), call.q, call.query_lengths
     caches = call.cache.named((*TOKEN_CACHES, *COMPRESSED_CACHES))

@@ -12,7 +12,7 @@ from nsa_layer import support
 from nsa_layer.cached_call import check_call
 from nsa_layer.call import COMPRESSED_CACHES, FP8, OWN_KEYS, TOKEN_CACHES, Call
 from nsa_layer.checks import DTYPES, require_config
-from nsa_layer.config import NSAConfig, require_bools, require_int
+from nsa_layer.config import NSAConfig, require_bools, require_int, require_sizes
 from nsa_layer.kvcache import operator
 from nsa_layer.kvcache.fp8 import MOST, dequantise, in_cache_dtype
 from nsa_layer.kvcache.operator import Lses
@@ -95,10 +95,9 @@ class NSACache(LastingTensors):
         device: torch.device | str | None = None,
     ) -> None:
         sizes = dict(batch=batch, max_seqlen=max_seqlen, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        sizes["index_dim"] = index_dim
         optional = dict(head_dim_v=head_dim_v, page_size=page_size, num_pages=num_pages, index_heads=index_heads)
-        for name, size in (sizes | {name: size for name, size in optional.items() if size is not None}).items():
-            require_int(name, size, least=1)
+        sizes |= {name: size for name, size in optional.items() if size is not None}
+        require_sizes(**sizes, index_dim=index_dim)
         require_config(config)
         require_bools(own_window=own_window, own_sources=own_sources)
         if own_window and not config.computes("window"):

@@ -24,10 +24,8 @@ NO_GRADIENT = (
 
 
 def attend_cached(call: Call, *, out: Tensor | None, validate: bool) -> tuple[Tensor, Lses]:
-    """The step: o, written to ``out`` where there is one, and the branches' log-sum-exps.
-
-    By the operator, or on the kernels as a function where the dispatcher would do nothing, which saves host time.
-    """
+    """The step: o, written to ``out`` where there is one, and the branches' log-sum-exps; by the operator, or on the
+    kernels as a function where the dispatcher would do nothing, which saves host time."""
     cache, spec = call.cache, call.spec
     with torch.no_grad():
         if not isinstance(cache.cache_seqlens, Tensor):

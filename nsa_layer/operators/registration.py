@@ -35,11 +35,6 @@ def needs_dispatcher(tensors: Tensors = ()) -> bool:
     return dispatcher_sees(*tensors) or derivatives.is_transformed() or torch._C._autograd._profiler_enabled()
 
 
-def needs_grad(args: Sequence[Any]) -> bool:
-    """True if one of the arguments asks for a gradient."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-
-
 def register(schema: str, compute: Callable, fake: Callable) -> torch._ops.OpOverload:
     """Register the operator of this schema; `differentiate` sets or refuses its derivatives."""
     name = schema.partition("(")[0]
@@ -54,7 +49,7 @@ def define(
 ) -> tuple[torch._ops.OpOverload, Callable[..., tuple[Tensor, ...]]]:
     """The operator, and the function that computes it, with empty tensors for None.
 
-    Outputs are contiguous, and no views of anything; those that are empty may be arguments of another operator.
+    Outputs are contiguous, and no views of anything; empty ones may be arguments of another operator.
     """
 
     def whole(*args: Any) -> tuple[Tensor, ...]:
@@ -64,7 +59,7 @@ def define(
             return tuple([like.new_empty(0) if x is None else as_output(x) for x in outputs])
 
     op = register(f"{name}({schema}) -> ({', '.join(['Tensor'] * outputs)})", whole, fake)
-    torch.library.register_vmap(f"nsa_layer::{name}", _refuse_vmap, lib=LIBRARY)
+    torch.library.register_vmap(f"nsa_layer::{name}", derivatives.ReverseMode.vmap, lib=LIBRARY)
     return op, whole
 
 
@@ -90,17 +85,13 @@ def differentiate(
         tensors = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]
         derivatives.refuse_transforms(*tensors)
         below = partial(_below_autograd, op, compute, keys)
-        if not needs_grad(tensors):
+        if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)):
             return below(*args, **static)
         if function is None:
             raise RuntimeError(f"{op.name()} has no derivatives of its own: call nsa")
         return derivatives.apply_here(function, below, *args)
 
     LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
-
-
-def _refuse_vmap(*_: Any, **__: Any) -> None:
-    raise NotImplementedError(derivatives.VMAP)
 
 
 def _below_autograd(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing import Pipe
@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from nsa_layer.call import CallSpec, Signature
+from nsa_layer.call import Call, CallSpec, Signature
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, kept_in_graphs
 from nsa_layer.support import device_arch, kernel_family
@@ -61,12 +61,12 @@ _helper = Helper()
 os.register_at_fork(after_in_child=_helper.__init__)  # closes the fork's copy of the connection, which would keep it
 
 
-def compile_missing(shape: Callable[[], Signature]) -> AbstractContextManager[None]:
+def compile_missing(call: Call, plan: MemoryPlan | None = None, *, backward: bool = False) -> AbstractContextManager:
     """Context manager: on the first kernel-cache miss inside it, start compiling every kernel of this call in the
     helper process."""
     from flash_attn.cute.runtime import kernel_cache
 
-    return kernel_cache.at_first_miss(lambda: _helper.order(shape()))
+    return kernel_cache.at_first_miss(lambda: _helper.order(Signature.of(call, plan, backward=backward)))
 
 
 def processes() -> int:

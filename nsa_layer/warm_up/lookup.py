@@ -62,11 +62,8 @@ def kernel_files(call: Signature) -> dict[str, Path]:
 
 
 def compile_kernel(kernel: Kernel, *, wait: bool = True) -> Kernel:
-    """Compile a kernel unless the cache has it; an error of the compiler is a field of the result.
-
-    Args:
-        wait: for a process that is compiling it; otherwise it is left to that one.
-    """
+    """Compile a kernel unless the cache has it; an error of the compiler is a field of the result. One that another
+    process is compiling is waited for, or left to it."""
     from flash_attn.cute.runtime import kernel_cache
 
     begin = time.perf_counter()

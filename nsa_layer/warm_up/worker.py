@@ -41,11 +41,8 @@ def main() -> None:
 
 
 def compile_order(calls: Sequence[Signature], jobs: int, ahead: bool, connection: Connection) -> None:
-    """Compile the kernels of calls in as many processes, forked for it, as there are jobs.
-
-    Args:
-        ahead: of the calls: kernels are sent back, and ones in another process are waited for.
-    """
+    """Compile the kernels of calls in as many processes, forked for it, as there are jobs; ahead of the calls kernels
+    are sent back, and ones in another process are waited for."""
     try:
         kernels = _kernels(calls)
     except Exception as error:

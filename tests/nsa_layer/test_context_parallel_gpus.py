@@ -78,7 +78,7 @@ class _Mean(torch.autograd.Function):
 def whole_call(cp: ContextParallel, given: Call) -> Any:
     """`nsa` of the ranks' parts, as a call of the whole; each rank's gradient of the whole output is all of it."""
     dim = 1 if given.cu_seqlens is None else 0
-    named = {name: x for name, x in given.arguments().items() if x is not None and name != "cu_seqlens"}
+    named = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor) and name != "cu_seqlens"}
     parts = {name: _Mean.apply(x, cp) for name, x in named.items()}
     parts = {name: shard_sequence(x, cp, dim=dim) if name in OF_TOKENS else x for name, x in parts.items()}
     static = dict(config=given.config, causal=given.spec.causal, cu_seqlens=given.cu_seqlens)

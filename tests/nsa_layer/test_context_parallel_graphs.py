@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from nsa_layer import ContextParallel, NSAttention, nsa, selected_attention, shard_sequence
 from nsa_layer.context_parallel.layout import ShardLayout
-from nsa_layer.context_parallel.transport import OPS, exchange, gather
+from nsa_layer.context_parallel.transport import OPS, exchange
 from nsa_tools.testing.cases import LSES, Case, make_inputs
 
 
@@ -25,7 +25,7 @@ def test_graphs_have_exchanges(group: Any, counts: tuple[int, ...]) -> None:
     rows, ranges = ShardLayout(counts, cp), [[slice(1, 4)], [slice(3, sum(counts))]]
 
     def there_and_back(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        whole, some = gather(x, rows), gather(x, rows._replace(ranges=ranges))
+        whole, some = (exchange("gather", [x], [of])[0] for of in (rows, rows._replace(ranges=ranges)))
         (here,) = exchange("to_heads", [x.detach()[:, :, None].expand(-1, -1, 2, -1)], [rows])
         (back,) = exchange("to_tokens", [here], [rows])
         (dx,) = torch.autograd.grad(some.sum(), x)

@@ -86,19 +86,16 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
             options["compress"] = partial(compress_blocks, compressors)
         if len(q):
             if self.cache.scales and not any(self.cache.lengths):
-                self._calibrate(k, v, packing, compressors, options.get("k_index"))
+                others = compress_sequences(compressors, k, v, packing.cu_seqlens) | dict(
+                    k_index=options.get("k_index")
+                )
+                others = {name: x for name, x in others.items() if x is not None and x.numel()}
+                self.cache.calibrate(k, v, **others)
             o = self.cache.attend(q, k, v, cu_seqlens_q=packing.cu_seqlens, **options)
         else:
             o = q.new_zeros(0, q.shape[-2], v.shape[-1])
         self._pad_to(columns + T)
         return o
-
-    def _calibrate(
-        self, k: Tensor, v: Tensor, packing: BatchPacking, compressors: Compressors, k_index: Tensor | None
-    ) -> None:
-        """Set the scales of an empty cache by its first tokens."""
-        others = compress_sequences(compressors, k, v, packing.cu_seqlens) | dict(k_index=k_index)
-        self.cache.calibrate(k, v, **{name: x for name, x in others.items() if x is not None and x.numel()})
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, compressors: Compressors, **options: object) -> Tensor:
         """`attend` of a token in each row, without lengths on the host."""

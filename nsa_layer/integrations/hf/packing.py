@@ -63,12 +63,10 @@ class BatchPacking:
 
     @lru_cache(maxsize=1)  # for all layers of a forward pass
     def kept(self, before: Tensor | None, columns: int) -> tuple[int, ...]:
-        """Tokens of each row among the first columns; ValueError unless they are the row's first ones of `before`.
+        """Tokens of each row among the first columns; ValueError unless they are the row's first ones of ``is_token``
+        of the call before, behind which, or without which, all are tokens.
 
         A row that ended early has padding behind its last token, which `generate` shows until its next call.
-
-        Args:
-            before: ``is_token`` of the call before, with tokens in all further columns; None: in all.
         """
         if self.is_token is None and before is None:
             return (columns,) * self.shape[0]
