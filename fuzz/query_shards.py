@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from nsa_layer import operators
-from nsa_layer.call import Aux, Call, require_choice_by_token
+from nsa_layer.call import Aux, Call
 from nsa_layer.checks import starts_of_lengths
 
 Tensor = torch.Tensor
@@ -89,6 +89,6 @@ def attend(call: Call, *, backend: str) -> tuple[Tensor, Aux, Tensor | None]:
     """The operator with gradients."""
     spec = replace(call.spec, backend=backend)
     if call.q_offset is not None and call.block_indices is None:
-        require_choice_by_token(spec.config)
+        spec.config.require_choice_by_token()
     starts = None if spec.lengths_k is None else starts_of_lengths(spec.lengths_k)
     return operators.attend(call._replace(cu_seqlens_k=starts, spec=spec))

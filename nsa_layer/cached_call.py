@@ -9,17 +9,7 @@ from dataclasses import replace
 import torch
 
 from nsa_layer import autocast, checks
-from nsa_layer.call import (
-    CACHES,
-    COMPRESSED_CACHES,
-    DIFFERENTIABLE,
-    SCALES,
-    TOKEN_CACHES,
-    Call,
-    CallSpec,
-    KVCache,
-    require_choice_by_token,
-)
+from nsa_layer.call import CACHES, COMPRESSED_CACHES, DIFFERENTIABLE, SCALES, TOKEN_CACHES, Call, CallSpec, KVCache
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.derivatives import is_transformed, refuse_transforms
 
@@ -119,7 +109,7 @@ def with_query_lengths(call: Call, max_seqlen_q: int | None, *, backend: str | N
 def _check_cache_options(call: Call, config: NSAConfig) -> None:
     checks.require_config(config)
     if call.block_indices is None:
-        require_choice_by_token(config, "nsa_with_kvcache")
+        config.require_choice_by_token("nsa_with_kvcache")
     if config.computes("compressed") and config.offset < config.span - 1:
         raise NotImplementedError(
             f"nsa_with_kvcache with compress_offset={config.offset}: it shows keys that are made of tokens which are "

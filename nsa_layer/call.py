@@ -413,15 +413,6 @@ class Aux:
     index_scores: torch.Tensor | None = None
 
 
-def require_choice_by_token(config: NSAConfig, asked: str = "q_offset") -> None:
-    """Raise NotImplementedError where queries apart from the rest of their sequence cannot choose blocks."""
-    if not config.by_token:
-        raise NotImplementedError(
-            f"{asked} with q_tile={config.q_tile}, rule={config.rule!r}: a choice belongs to a tile, and its queries "
-            "may not all be there; use q_tile=1, or give block_indices"
-        )
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 where the input is fp64."""
     return torch.promote_types(dtype, torch.float32)

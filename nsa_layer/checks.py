@@ -235,15 +235,12 @@ def check_selected(
     count = lists.shape[-3] if lists.dim() == q.dim() else None
     if packed:
         check_starts(starts)
-        q_tile = tile_of_packed_lists(count, len(q), call.B)
-    else:
-        q_tile = tile_of_lists(count, q.shape[1:2])
+    q_tile = tile_of_packed_lists(count, len(q), call.B) if packed else None
     read = validate or q_tile is None or torch.compiler.is_compiling() or host_reads(backend, q, starts, starts_k)
     config = NSAConfig(block_size=block_size, deterministic=deterministic, branches=("selected",), window_size=0)
     spec = CallSpec(config, causal, check_scale(softmax_scale, q.shape[-1]), listed=True)
     call = with_lengths(call._replace(spec=spec), read=read)
-    if q_tile is None:
-        q_tile = tile_of_lists(count, call.spec.lengths or q.shape[:1])
+    q_tile = q_tile or tile_of_lists(count, call.spec.lengths or q.shape[-3:-2])
     if q_tile > 1:
         call = call._replace(spec=replace(call.spec, config=config.replace(q_tile=q_tile)))
     if starts_k is not None and starts_k.shape != starts.shape:

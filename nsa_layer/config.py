@@ -157,6 +157,14 @@ class NSAConfig:
         """True if each query chooses its own blocks."""
         return self.q_tile == 1 and self.rule != "seed"
 
+    def require_choice_by_token(self, asked: str = "q_offset") -> None:
+        """Raise NotImplementedError where queries apart from the rest of their sequence cannot choose blocks."""
+        if not self.by_token:
+            raise NotImplementedError(
+                f"{asked} with q_tile={self.q_tile}, rule={self.rule!r}: a choice belongs to a tile, and its queries "
+                "may not all be there; use q_tile=1, or give block_indices"
+            )
+
     @property
     def chooses_own(self) -> bool:
         """True if a causal tile's own blocks, which are not complete, are candidates: an index scores them; else they

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call import Aux, Call, accumulation_dtype, equal_gates, mean_scale, require_choice_by_token
+from nsa_layer.call import Aux, Call, accumulation_dtype, equal_gates, mean_scale
 from nsa_layer.config import BRANCHES, NSAConfig
 
 SELECTED = BRANCHES[1]
@@ -341,7 +341,7 @@ def attend_branches(call: Call) -> tuple[ByBranch, torch.Tensor, torch.Tensor | 
     else:
         offsets = call.q_offset.tolist()
         if call.block_indices is None:
-            require_choice_by_token(spec.config)
+            spec.config.require_choice_by_token()
     pairs = zip(sequences, offsets, strict=True)
     results = [_attend_sequence(x, width, q_offset) for x, q_offset in pairs if len(x.q)]
     branches, lists, scores, sums = zip(*results, strict=True)

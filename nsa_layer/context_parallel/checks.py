@@ -10,19 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nsa_layer import checks
 from nsa_layer.call import Call, CallSpec
-from nsa_layer.checks import (
-    LISTS,
-    Q_TILES,
-    check_inputs,
-    check_kind,
-    check_lengths,
-    check_qkv,
-    check_selected,
-    check_starts,
-    require_config,
-    starts_of_lengths,
-)
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.layout import ShardLayout, block_layout, resized
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
@@ -40,7 +29,7 @@ _compared: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 
 
 def check_same_on_all_ranks(
-    cp: ContextParallel, checks: Sequence[Callable[[], object]], *, ragged: Sequence[str] = (), **arguments: object
+    cp: ContextParallel, locally: Sequence[Callable[[], object]], *, ragged: Sequence[str] = (), **arguments: object
 ) -> None:
     """Compare a call's arguments in one exchange, so that ranks that disagree raise instead of waiting for one another.
 
@@ -49,7 +38,7 @@ def check_same_on_all_ranks(
     calls are compared, so are the values of ``cu_seqlens`` on a CPU, with ``validate`` on a GPU too.
 
     Args:
-        checks: raise what is wrong with this rank's arguments, where calls are compared.
+        locally: raise what is wrong with this rank's arguments, where calls are compared.
         ragged: names of the arguments of which ranks may have different numbers of rows.
 
     Raises:
@@ -77,7 +66,7 @@ def check_same_on_all_ranks(
         raise RuntimeError("CUDA graph capture: run a call with these shapes once before capturing it")
     wrong, starts = None, arguments.get("cu_seqlens")
     try:
-        for check in checks:
+        for check in locally:
             check()
         if starts is not None and (starts.is_cpu or validate):
             sequences = enumerate(pairwise(starts.tolist()))
@@ -115,7 +104,7 @@ def check_shard(
     """
     (q, k, v), starts, alone = call[:3], call.cu_seqlens, "block_size" in static
     packed = starts is not None
-    check_qkv(q, k, v, packed=packed)
+    checks.check_qkv(q, k, v, packed=packed)
     local, heads = q.shape[-3], k.shape[-2]
     if cp.mode == "heads" and heads % cp.size:
         raise ValueError(f"cp: mode='heads' needs ranks that divide the {heads} key/value heads, got {cp.size}")
@@ -124,10 +113,10 @@ def check_shard(
     tokens = ShardLayout.of_tokens(cp, local)
     layouts, chunk = {TOKENS: tokens}, tokens.counts[0]
     config = _list_config(call, chunk, static["block_size"], static["deterministic"]) if alone else static["config"]
-    require_config(config)
+    checks.require_config(config)
     if config.q_tile == 1:
         layouts[TILES] = tokens
-    checked = check_selected if alone else check_inputs
+    checked = checks.check_selected if alone else checks.check_inputs
     if packed and (torch.compiler.is_compiling() or not read):  # as a call of this rank's tokens
         spec = checked(call, **static, backend="cute", validate=False)
         return replace(spec, bound=static.get("max_seqlen")), layouts
@@ -152,7 +141,7 @@ def check_shard(
         return resized(x, layouts[kind].total)
 
     stand_ins = {name: whole(name, getattr(call, name)) for name in (*WEIGHTS, *KINDS)}
-    stand_ins["cu_seqlens"] = starts_of_lengths(lengths) if packed else None
+    stand_ins["cu_seqlens"] = checks.starts_of_lengths(lengths) if packed else None
     return checked(call._replace(**stand_ins), **static), layouts
 
 
@@ -161,9 +150,9 @@ def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -
     if call.q_offset is not None or call.cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k and q_offset must be None with cp, where queries have the positions of keys")
     lists, local = call.block_indices, call.q.shape[-3]
-    check_kind("block_indices", lists, call.q, LISTS, optional=False)
+    checks.check_kind("block_indices", lists, call.q, checks.LISTS, optional=False)
     count = lists.shape[-3] if lists.dim() == call.q.dim() else local
-    q_tile = next((tile for tile in Q_TILES if tile * count == local), None)
+    q_tile = next((tile for tile in checks.Q_TILES if tile * count == local), None)
     if q_tile is None or (q_tile > 1 and (call.packed or chunk % q_tile)):
         raise ValueError(
             f"block_indices must have a list for each of the rank's {local} queries, or, not packed, for each tile of "
@@ -175,8 +164,9 @@ def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -
 
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:
     """Lengths of the sequences that the ranks' tokens, such as x [n, ...], are of; TypeError or ValueError."""
-    check_starts(cu_seqlens)
-    return check_lengths(cu_seqlens.cpu(), resized(x, x.shape[-3] * cp.size), "cu_seqlens", f"the {cp.size} ranks")
+    checks.check_starts(cu_seqlens)
+    whole = resized(x, x.shape[-3] * cp.size)
+    return checks.check_lengths(cu_seqlens.cpu(), whole, "cu_seqlens", f"the {cp.size} ranks")
 
 
 def _describe(value: object, *, ragged: bool) -> str:

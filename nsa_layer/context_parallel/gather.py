@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer import autocast
-from nsa_layer.call import LSES, TENSORS, Aux, Call, Saved, require_choice_by_token
+from nsa_layer.call import LSES, TENSORS, Aux, Call, Saved
 from nsa_layer.checks import starts_of_lengths
 from nsa_layer.context_parallel.gather_loop import FIELDS, SUMS, WINDOW_KEYS, GatherLoop
 from nsa_layer.context_parallel.layout import resized
@@ -38,7 +38,7 @@ def attend_shard(
     q, lists, spec, config, packed = call.q, call.block_indices, call.spec, call.config, call.packed
     kept, chunk, total = (False,) * 3, q.shape[-3] // len(cp.chunks), q.shape[-3] * cp.size
     if lists is None:
-        require_choice_by_token(config, "cp with mode='gather'")
+        config.require_choice_by_token("cp with mode='gather'")
     elif config.q_tile > 1 and (packed or chunk % config.q_tile):
         raise NotImplementedError(
             f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"

@@ -10,15 +10,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from flash_attn.cute.shared_backward import (
-    AccumLayout,
-    BackwardLayout,
-    SharedBackward,
-    aligned,
-    backward_layout,
-    convert,
-    zeroed,
-)
+from flash_attn.cute import shared_backward
+from flash_attn.cute.shared_backward import AccumLayout, BackwardLayout, SharedBackward
 from nsa_layer.cute.chunked import sum_rounded
 
 Tensor = torch.Tensor
@@ -42,7 +35,7 @@ def backward_layouts(q: Tensor, calls: Sequence[dict], *, key: Hashable) -> tupl
     if known is None:
         if len(_known) == MOST_KEPT:
             _known.clear()
-        known = _known[key] = aligned(*(backward_layout(q, **call) for call in calls))
+        known = _known[key] = shared_backward.aligned(*(shared_backward.backward_layout(q, **call) for call in calls))
     return known
 
 
@@ -68,7 +61,7 @@ class GradAccumulators:
         owners = {(name, layout.dk.place): layout for name, layout in self._waiting if layout.dk is not None}
         flags = layouts[0].flags if layouts else None
         wanted = [part for layout in owners.values() for part in (layout.dk, layout.dv)]
-        zeros = iter(zeroed(*wanted, *([flags] if flags else []), device=device))
+        zeros = iter(shared_backward.zeroed(*wanted, *([flags] if flags else []), device=device))
         self._dk_dv = {key: (next(zeros), next(zeros), layout) for key, layout in owners.items()}
         self._flags = next(zeros, None)
         self._dq: dict[Hashable, tuple[Tensor, AccumLayout]] = {}
@@ -97,7 +90,7 @@ class GradAccumulators:
         """Write dq of all calls to `out`, with `add` on top of what it holds; True if it now holds anything."""
         accums, self._dq = self._dq, {}
         for accum, layout in accums.values():
-            convert(accum, layout, out, scale=self._scale, cu_seqlens=cu_seqlens, add=add)
+            shared_backward.convert(accum, layout, out, scale=self._scale, cu_seqlens=cu_seqlens, add=add)
             add = True
         return add
 
@@ -113,7 +106,7 @@ class GradAccumulators:
         for key in [key for key in self._dk_dv if key[0] == name]:
             accum_dk, accum_dv, layout = self._dk_dv.pop(key)
             for accum, of, scale, grad in ((accum_dk, layout.dk, self._scale, dk), (accum_dv, layout.dv, 1.0, dv)):
-                convert(accum, of, grad.out, scale=scale, cu_seqlens=cu_seqlens, add=grad.filled)
+                shared_backward.convert(accum, of, grad.out, scale=scale, cu_seqlens=cu_seqlens, add=grad.filled)
                 grad.filled = True
         for grad, parts in zip((dk, dv), zip(*stored)):
             if parts[0] is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call import LSES, Aux, Call, Saved, accumulation_dtype, equal_gates, require_choice_by_token
+from nsa_layer.call import LSES, Aux, Call, Saved, accumulation_dtype, equal_gates
 from nsa_layer.eager.chunk_attention import attend_chunks, to_compute_dtype, visible_compressed, visible_window
 from nsa_layer.eager.index import saved_of_index
 from nsa_layer.eager.list_attention import attend_lists
@@ -64,7 +64,7 @@ def batches(call: Call) -> Iterator[tuple[Call, int, int]]:
     The whole batch if it has one position; else each sequence, without packed ones that have no queries.
     """
     if call.q_offset is not None and call.block_indices is None:
-        require_choice_by_token(call.config)
+        call.config.require_choice_by_token()
     offsets = call.offsets if call.q_offset is None else call.q_offset.tolist()
     in_window = offsets if call.win_offset is None else call.win_offset.tolist()
     if not call.packed and len({*zip(offsets, in_window)}) == 1:
