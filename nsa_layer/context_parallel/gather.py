@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nsa_layer import autocast
 from nsa_layer.call import LSES, TENSORS, Aux, Call, Saved
@@ -23,7 +22,6 @@ from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.layer import CONFIG, output_gradient, reads_output, static_arguments
 from nsa_layer.operators.registration import OPS, as_output, differentiate, dispatcher_sees, none_for_empty, register
-from nsa_layer.saved_shapes import fitted
 
 Tensor = torch.Tensor
 
@@ -57,10 +55,9 @@ def attend_shard(
     sums = torch.stack(saved[SUMS::FIELDS]).sum(0) if spec.index_loss else None
     if not return_aux:
         return o, None, sums
-    width = config.list_width(total)
     joined = partial(_joined, saved, len(cp.chunks))
     lses = {name: joined(name, -1) for name in LSES.values()}
-    lists, scores = (joined(name, -3, width) for name in ("block_indices", "index_scores"))
+    lists, scores = (joined(name, -3) for name in ("block_indices", "index_scores"))
     if scores is not None:
         scores = scores.masked_fill(lists < 0, -torch.inf)
     return o, Saved(block_indices=lists, index_scores=scores, g=joined("g", -3), **lses).aux(call), sums
@@ -80,23 +77,20 @@ def kept_of_shard(
     return plan_memory(sizes, memory, call.q.device).kept
 
 
-def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int, width: int = 0) -> Tensor | None:
+def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int) -> Tensor | None:
     """A field of `Saved` of all steps' heads and the rows, which are dimension `dim`, of all `count` shards."""
     parts = saved[Saved._fields.index(name) :: FIELDS]
-    if parts[0] is None:
-        return None
-    shards = [torch.cat(parts[i::count], -2) for i in range(count)]
-    return torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) if width else x for x in shards], dim)
+    return None if parts[0] is None else torch.cat([torch.cat(parts[i::count], -2) for i in range(count)], dim)
 
 
 class _Attend(torch.autograd.Function):
-    """The operators; where the dispatcher would do nothing, as functions, which save what the lengths ask for."""
+    """The operators; where the dispatcher would do nothing, as functions."""
 
     @staticmethod
     def forward(ctx: Any, static: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """o, and `Saved` of each step and shard, of which the sums of an index' loss have a gradient."""
         ctx.static, ctx.dispatched = static, dispatcher_sees(tensors[0])
-        run = OPS.gather.default if ctx.dispatched else partial(_run, capacity=False)
+        run = OPS.gather.default if ctx.dispatched else partial(_run, direct=True)
         o, *saved = map(none_for_empty, run(list(tensors), *static))
         ctx.save_for_backward(*tensors, o if reads_output(static) else None, *saved)
         ctx.set_materialize_grads(False)
@@ -122,13 +116,10 @@ class _Attend(torch.autograd.Function):
         return None, *grads, *[None] * (count - len(grads))
 
 
-def _run(tensors: list[Tensor | None], *static: Any, capacity: bool = True) -> list[Tensor | None]:
+def _run(tensors: list[Tensor | None], *static: Any, direct: bool = False) -> list[Tensor | None]:
     with torch.no_grad(), autocast.off(tensors[0].device), torch.cuda.device_of(tensors[0]):
-        o, *saved = (loop := GatherLoop(tensors, static)).forward()
-        if not capacity:
-            return [o, *saved]
-        pairs = zip(saved, loop.capacity(), strict=True)
-        return [o, *(o.new_empty(0) if of is None else as_output(fitted(x, of)) for x, of in pairs)]
+        o, *saved = GatherLoop(tensors, static).forward()
+        return [o, *(x if direct else o.new_empty(0) if x is None else as_output(x) for x in saved)]
 
 
 def _run_fake(tensors: list[Tensor | None], *static: Any) -> list[Tensor]:

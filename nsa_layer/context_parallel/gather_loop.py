@@ -79,8 +79,9 @@ class GatherLoop:
         return slice(shard.keys.start + rows.start, shard.keys.start + rows.stop)
 
     def forward(self) -> tuple[Tensor | None, ...]:
-        """o, and the fields of `Saved` of each step and shard."""
+        """o, and the fields of `Saved` of each step and shard, by capacity."""
         (q, _, v), saved, pages = self.call[:3], [], support.pages(self.spec.backend)
+        shapes = iter(self.capacity())
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for step, keys in self._exchanged():
             for i in range(len(self.shards)):
@@ -88,7 +89,7 @@ class GatherLoop:
                 output, of_shard = pages.forward(call, plan=self.plans[step], backward=self.backward, o=into)
                 if output is not into:
                     into.copy_(output)
-                saved += of_shard
+                saved += [fitted(x, next(shapes)) for x in of_shard]
             del keys, call
         return o, *saved
 
