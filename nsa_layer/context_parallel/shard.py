@@ -47,12 +47,8 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
     Backward sums the ranks' gradients of each part: the loss is the sum of the ranks' losses.
 
     Args:
-        x: [.., T / R, ..] of any dtype, and of the same shape on every rank.
-        cp: the ranks.
-        dim: of the tokens: 1 of [B, T / R, ..], 0 of packed [total / R, ..].
-
-    Returns:
-        [.., T, ..], in order.
+        x: [.., T / R, ..] of any dtype, and of the same shape on every rank; returned is [.., T, ..].
+        cp, dim: as for `shard_sequence`.
 
     Raises:
         TypeError, ValueError: an argument is bad, or the ranks' differ, as for `nsa`; the message names it.

@@ -66,28 +66,26 @@ def nsa_with_kvcache(
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens_q``: the last T tokens of each sequence.
-        k_cache: [B, S, Hkv, D], or with ``page_table`` [pages, page, Hkv, D], page a multiple of the block. As of all
-            caches, the last dimension is contiguous, and the others have any strides. All have q's dtype, or all are
-            in torch.float8_e4m3fn.
-        v_cache: [B, S, Hkv, Dv] or [pages, page, Hkv, Dv].
+        k_cache, v_cache: [B, S, Hkv, D or Dv], or with ``page_table`` [pages, page, Hkv, D or Dv], page a multiple of
+            the block. As of all caches, the last dimension is contiguous, and the others have any strides. All have
+            q's dtype, or all are in torch.float8_e4m3fn.
         k: [B, T, Hkv, D] or [total, Hkv, D], v: the same with Dv: the keys and values of q's tokens, written to the
             caches first. None: they are in the caches.
         cache_seqlens: int32 [B] or an int, tokens of each sequence in the caches: before k and v are added, or where
             there are none all of them, q's included.
-        page_table: int32 [B, n], the pages of each sequence in order; what lies behind its last token is not read.
+        page_table, cmp_page_table: int32 [B, n], the pages of each sequence in order; what lies behind its last token
+            is not read.
         cache_batch_idx: int32 [B], rows of contiguous caches of any batch; no two the same. None: row b for sequence b.
         cu_seqlens_q: int32 [B + 1], starts of the packed sequences' queries and their total; as in `nsa`, on q's device
             or on the CPU. On a GPU the kernels read them there, without ``validate`` and where copies of caches need
             at most 2 GiB; otherwise the host waits for them.
         max_seqlen_q: an upper bound of a packed sequence's queries: checked where their numbers are known.
-        k_cmp_cache: [B, Sc, Hkv, D], Sc at least ``config.compressed_length(S)``, or with ``cmp_page_table``
-            [pages, page / compress_stride, Hkv, D]: compressed keys, made from the cached tokens by the call that
-            completes their block. None: every call computes them again.
-        v_cmp_cache: the same for v.
-        cmp_page_table: int32 [B, n], like ``page_table``.
-        k_cmp: [B, m, Hkv, D] with m = ceil(T / compress_stride), packed [sum of m, Hkv, D]: compressed keys of the
-            caller's, written instead of means: first the keys of the blocks that this call completes, the rest is not
-            read. v_cmp: the same for v.
+        k_cmp_cache, v_cmp_cache: [B, Sc, Hkv, ..], Sc at least ``config.compressed_length(S)``, or with
+            ``cmp_page_table`` [pages, page / compress_stride, Hkv, ..]: compressed keys and values, made from the
+            cached tokens by the call that completes their block. None: every call computes them again.
+        k_cmp, v_cmp: [B, m, Hkv, ..] with m = ceil(T / compress_stride), packed [sum of m, Hkv, ..]: compressed keys
+            and values of the caller's, written instead of means: first of the blocks that this call completes, the
+            rest is not read.
         k_win, v_win: like k and v: keys and values of the sliding window's own, written to their caches.
         k_win_cache, v_win_cache: like k_cache and v_cache. None: the window reads k_cache and v_cache.
         q_index, k_index, index_scale: as in `nsa`, of q's tokens; k_index where k is, written to its cache.
@@ -107,8 +105,7 @@ def nsa_with_kvcache(
             GPU: they must lead to slots in the caches, name no page of a sequence twice, and let no sequence write
             where another one writes or has tokens. Caches that are written to must not be expanded, nor overlap others.
             Without, a sequence that does not fit its caches writes nothing, and its rows are NaN.
-        backend: "cute" (the kernels), "eager" or "reference". None: the kernels where the tensors are on a supported
-            GPU, else eager.
+        backend: as in `nsa`.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv]; with ``return_lse`` a pair of o and the log-sum-exps of the compressed,
