@@ -262,4 +262,4 @@ def _add_up(out: Tensor, addends: Addends, *, kernels: bool) -> None:
             out[:, first:end].zero_()
             continue
         for into, *parts in zip(out[:, first:end], *here):
-            sum_rounded(parts, out.dtype, out=into, kernels=kernels)
+            sum_rounded(parts, into, kernels=kernels)

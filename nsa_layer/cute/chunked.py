@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,32 +18,27 @@ def token_slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(t.split(max(1, SLICE // widest)) for t in flat))
 
 
-def sum_rounded(
-    parts: Iterable[torch.Tensor | None], dtype: torch.dtype, *, out: torch.Tensor | None = None, kernels: bool = False
-) -> torch.Tensor:
-    """The sum in the accumulation dtype, rounded once; None counts as 0. `out` may be one of the parts.
+def sum_rounded(parts: Sequence[torch.Tensor], out: torch.Tensor, *, kernels: bool = False) -> None:
+    """Write the parts' sum, which is made in the accumulation dtype and rounded once, to `out`, which may be a part.
 
     Args:
         kernels: the layer's own may run, and do where they are faster; the bits are the same.
     """
-    present = [part for part in parts if part is not None]
-    total = torch.empty(present[0].shape, dtype=dtype, device=present[0].device) if out is None else out
-    if total.dim() > 3 and total.stride(0) != total.shape[1] * total.stride(1):  # flattened it would be a copy
-        for into, *pieces in zip(total, *present):
-            sum_rounded(pieces, dtype, out=into, kernels=kernels)
-        return total
-    if kernels and total.is_cuda:
+    if out.dim() > 3 and out.stride(0) != out.shape[1] * out.stride(1):  # flattened it would be a copy
+        for into, *pieces in zip(out, *parts):
+            sum_rounded(pieces, into, kernels=kernels)
+        return
+    if kernels and out.is_cuda:
         from nsa_layer.kernels.rounded_sum import can_sum, rounded_sum
 
-        into, *pieces = [x.flatten(0, -3) for x in (total, *present)]
+        into, *pieces = [x.flatten(0, -3) for x in (out, *parts)]
         if can_sum(pieces, into):
-            rounded_sum(pieces, into)
-            return total
-    if len(present) == 2 and all(part.dtype == dtype for part in present):
-        return torch.add(*present, out=total)  # one pass, which rounds once
-    for out, *pieces in token_slices(total, *present):
-        subtotal = pieces[0].to(accumulation_dtype(dtype))
+            return rounded_sum(pieces, into)
+    if len(parts) == 2 and all(part.dtype == out.dtype for part in parts):
+        torch.add(*parts, out=out)  # one pass, which rounds once
+        return
+    for into, *pieces in token_slices(out, *parts):
+        subtotal = pieces[0].to(accumulation_dtype(out.dtype))
         for piece in pieces[1:]:
             subtotal = subtotal + piece
-        out.copy_(subtotal)
-    return total
+        into.copy_(subtotal)

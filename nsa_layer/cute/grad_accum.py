@@ -109,7 +109,6 @@ class GradAccumulators:
                 shared_backward.convert(accum, of, grad.out, scale=scale, cu_seqlens=cu_seqlens, add=grad.filled)
                 grad.filled = True
         for grad, parts in zip((dk, dv), zip(*stored)):
-            if parts[0] is not None:
-                parts = (grad.out, *parts) if grad.filled else parts
-                sum_rounded(parts, grad.out.dtype, out=grad.out, kernels=True)
+            if present := [x for x in parts if x is not None]:
+                sum_rounded([grad.out] * grad.filled + present, grad.out, kernels=True)
                 grad.filled = True

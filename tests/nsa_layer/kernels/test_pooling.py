@@ -321,8 +321,7 @@ def launches() -> list[list[str]]:
     found = []
     for case in TAKEN:
         with noted(rounded_sum, "launch", lambda name, *_: name) as names:
-            total = sum_rounded([case.rows() for _ in range(case.parts)], case.dtype, kernels=True)
-        assert total.shape == (case.T, case.H, case.D) and total.dtype == case.dtype
+            sum_rounded([case.rows() for _ in range(case.parts)], case.rows(), kernels=True)
         found.append(names)
     return found
 
@@ -334,8 +333,8 @@ def test_kernel_adds_what_it_takes(compiler: Worker) -> None:
 def test_rows_of_each_sequence_are_written() -> None:
     """Rows of a batch are no view of one dimension."""
     whole, parts = torch.zeros(2, 8, 3, 4, dtype=torch.bfloat16), torch.randn(3, 2, 4, 3, 4)
-    total = sum_rounded(parts, whole.dtype, out=whole[:, 2:6])
-    assert total.equal(parts.sum(0).bfloat16()) and whole[:, 2:6].equal(total)
+    sum_rounded(parts.unbind(), whole[:, 2:6])
+    assert whole[:, 2:6].equal(parts.sum(0).bfloat16())
     assert not whole[:, :2].any() and not whole[:, 6:].any()
 
 
@@ -347,9 +346,10 @@ def test_bits_are_those_of_pytorch(case: Sum, filled: None) -> None:
     if case.T:
         for part in parts:
             part[0, 0, :4] = torch.tensor([-0.0, torch.inf, 1e-7, torch.finfo(case.dtype).max])
-    expected = sum_rounded(parts, case.dtype)
-    out = parts[0] if case.onto else None
+    expected = torch.empty(case.T, case.H, case.D, dtype=case.dtype, device="cuda")
+    sum_rounded(parts, expected)
     around = torch.full((case.T, case.heads, case.D), 7.0, dtype=case.dtype, device="cuda")
-    got = sum_rounded(parts, case.dtype, out=around[:, : case.H] if out is None else out, kernels=True)
+    got = parts[0] if case.onto else around[:, : case.H]
+    sum_rounded(parts, got, kernels=True)
     assert torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
     assert (around[:, case.H :] == 7.0).all()
