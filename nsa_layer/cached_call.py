@@ -58,12 +58,13 @@ def check_call(
     check(*CACHES[:tokens], sizes=sizes)
     checks.check_groups(sizes, "k_cache")
     S = sizes["S"]
-    sizes |= {"Sc": S // config.stride} if paged else {"rows_cmp": sizes["rows"]}  # compressed pages have a table
+    sizes |= {} if paged else {"rows_cmp": sizes["rows"]}  # compressed pages have a table, and any size
     for name in CACHES[tokens:]:
         check(name, sizes=sizes if paged else dict(sizes))
-        x, least = tensors[name], config.compressed_length(S)
-        if x is not None and not paged and x.shape[1] < least:
-            raise ValueError(f"{name} must have slots for the {least} keys of {S} tokens, got {x.shape[1]}")
+        x, least = tensors[name], 1 if paged else config.compressed_length(S)
+        if x is not None and x.shape[1] < least:
+            of = "a page" if paged else f"{S} tokens"
+            raise ValueError(f"{name} must have slots for {least} keys of {of}, got {x.shape[1]}")
     check(*TABLES, *["cache_seqlens"] * isinstance(cache.cache_seqlens, Tensor), sizes=sizes)
     check(*SCALES, sizes=sizes)
     _check_dtypes(call)
@@ -137,11 +138,17 @@ def _check_tables(call: Call, config: NSAConfig, S: int) -> None:
     cache, paged = call.cache, call.cache.page_table is not None
     if paged and cache.cache_batch_idx is not None:
         raise ValueError("cache_batch_idx and page_table exclude each other, got both; permute the table's rows")
-    if paged and S % config.block_size:
-        raise ValueError(f"k_cache's pages must have a multiple of {config.block_size} tokens, got {S}")
+    if paged:
+        require_page_size("k_cache's pages", S, config)
     if (paged and bool(cache.named(COMPRESSED_CACHES))) != (cache.cmp_page_table is not None):
         had = "none" if cache.cmp_page_table is None else "one"
         raise ValueError(f"cmp_page_table must be given with compressed caches on pages, and only then, got {had}")
+
+
+def require_page_size(name: str, page: int, config: NSAConfig) -> None:
+    """Raise ValueError for a page that is neither some blocks nor a part of one."""
+    if page % config.block_size and config.block_size % page:
+        raise ValueError(f"{name} must be a multiple or a divisor of block_size={config.block_size}, got {page}")
 
 
 def _check_new(call: Call) -> None:

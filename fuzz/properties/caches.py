@@ -60,7 +60,7 @@ def no_gradient_is_lost(case: Served) -> None:
 def steps_of_nsa_cache(case: Served) -> None:
     """Appended, cropped, reordered, grown and copied in and out of inference mode: `nsa`'s output for each sequence."""
     draw, B, calls = random.Random(case.seed), len(case.counts[0]), Calls(case)
-    kept = dict(page_size=PAGE, num_pages=None) if case.kept == "pages" else {}
+    kept = dict(page_size=(PAGE, 4)[case.seed % 2], num_pages=None) if case.kept == "pages" else {}
     modes, config, names = [torch.no_grad, torch.inference_mode], config_of(case), ["q", "k", "v"]
     if case.index_heads:
         kept |= dict(index_dim=4, index_heads=case.index_heads)

@@ -77,7 +77,7 @@ def step(call: Call, *, validate: bool = False, memory: MemoryPolicy = MemoryPol
     if call.packed and (starts := starts_on(call.cu_seqlens, call.q.device)) is not call.cu_seqlens:
         changes["cu_seqlens"] = starts
     call = call._replace(**changes) if changes else call
-    few = supports(call)
+    few = supports(call) and not _splits_index(call)
     if not call.lengths_known and not few:  # starts are not checked: any values have to lead to rows of q
         call = call._replace(cu_seqlens=call.cu_seqlens.clamp(0, len(call.q)).cummax(0).values)
     chunk = None if few and not validate else _Chunk(call, memory)
@@ -104,7 +104,13 @@ def needs_host_lengths(call: Call) -> bool:
     """True if a packed call with this bound must be split over sequences, so that copies fit `WORKSPACE`."""
     if call.B == 1 or call.B * _bytes_of_tokens(call, call.cache.capacity) <= WORKSPACE:
         return False
-    return call.B * _bytes_copied(call) > WORKSPACE and not supports(call)
+    return call.B * _bytes_copied(call) > WORKSPACE and (_splits_index(call) or not supports(call))
+
+
+def _splits_index(call: Call) -> bool:
+    """True if an index chooses blocks that lie on several pages, of which decode's kernels find the first."""
+    splits = call.cache.page_table is not None and call.cache.k_cache.shape[1] % call.config.block_size != 0
+    return call.config.rule == "index" and splits
 
 
 def _how_read(call: Call) -> str:
@@ -184,8 +190,9 @@ class _Chunk:
         new, caches = self._tensors(*COMPRESSED_CACHES), self._tensors("k_cmp_cache", "v_cmp_cache")
         lacking = tuple(cache if x is None else None for cache, x in zip(caches, new))
         sources = tuple(None if cache is None else x for x, cache in zip(self._tensors(*CACHES[:2]), lacking))
-        projected = call.compress_k_weight is not None or call.compress_v_weight is not None
-        if not projected and all(x is None or rows_aligned(x) for x in (*sources, *lacking)):
+        in_place = call.compress_k_weight is None and call.compress_v_weight is None
+        in_place &= call.cache.page_table is None or not call.cache.k_cache.shape[1] % span  # sums are of one page
+        if in_place and all(x is None or rows_aligned(x) for x in (*sources, *lacking)):
             sizes = dict(block_size=span, stride=stride, most=call.config.most_completed(call.longest))
             sizes |= dict(scales=self._tensors(*SCALES[:2]), compressed_scales=self._tensors(*SCALES[-2:]))
             complete_blocks(sources, lacking, self.tables, self.slots, **sizes)

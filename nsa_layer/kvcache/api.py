@@ -66,9 +66,9 @@ def nsa_with_kvcache(
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens_q``: the last T tokens of each sequence.
-        k_cache, v_cache: [B, S, Hkv, D or Dv], or with ``page_table`` [pages, page, Hkv, D or Dv], page a multiple of
-            the block. As of all caches, the last dimension is contiguous, and the others have any strides. All have
-            q's dtype, or all are in torch.float8_e4m3fn.
+        k_cache, v_cache: [B, S, Hkv, D or Dv], or with ``page_table`` [pages, page, Hkv, D or Dv], page a multiple or a
+            divisor of the block. As of all caches, the last dimension is contiguous, and the others have any strides,
+            as pages by head, [pages, Hkv, page, D], transposed. All have q's dtype, or all are in torch.float8_e4m3fn.
         k: [B, T, Hkv, D] or [total, Hkv, D], v: the same with Dv: the keys and values of q's tokens, written to the
             caches first. None: they are in the caches.
         cache_seqlens: int32 [B] or an int, tokens of each sequence in the caches: before k and v are added, or where
@@ -81,8 +81,8 @@ def nsa_with_kvcache(
             at most 2 GiB; otherwise the host waits for them.
         max_seqlen_q: an upper bound of a packed sequence's queries: checked where their numbers are known.
         k_cmp_cache, v_cmp_cache: [B, Sc, Hkv, ..], Sc at least ``config.compressed_length(S)``, or with
-            ``cmp_page_table`` [pages, page / compress_stride, Hkv, ..]: compressed keys and values, made from the
-            cached tokens by the call that completes their block. None: every call computes them again.
+            ``cmp_page_table`` [pages, any number, Hkv, ..]: compressed keys and values, made from the cached tokens by
+            the call that completes their block. None: every call computes them again.
         k_cmp, v_cmp: [B, m, Hkv, ..] with m = ceil(T / compress_stride), packed [sum of m, Hkv, ..]: compressed keys
             and values of the caller's, written instead of means: first of the blocks that this call completes, the
             rest is not read.

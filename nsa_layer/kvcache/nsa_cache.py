@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 import torch
 
 from nsa_layer import support
-from nsa_layer.cached_call import check_call
+from nsa_layer.cached_call import check_call, require_page_size
 from nsa_layer.call import COMPRESSED_CACHES, FP8, OWN_KEYS, TOKEN_CACHES, Call
 from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int, require_sizes
@@ -56,7 +56,7 @@ class NSACache(LastingTensors):
         max_seqlen: the most tokens of a sequence.
         num_kv_heads, head_dim, head_dim_v: Hkv, D and Dv; Dv is D by default.
         config: as for the calls of `attend`.
-        page_size: tokens in a page, a multiple of ``config.block_size``; None: contiguous.
+        page_size: tokens in a page, a multiple or a divisor of ``config.block_size``; None: contiguous.
         num_pages: pages of the pool; None: enough for ``max_seqlen`` tokens of every sequence.
         own_window: the sliding window has keys and values of its own.
         own_sources: compressed keys and values come from tokens of their own, which the cache keeps beside k and v.
@@ -115,8 +115,8 @@ class NSACache(LastingTensors):
             raise NotImplementedError("own_sources with dtype=float8_e4m3fn: use dtype=torch.bfloat16")
         if page_size is None and num_pages is not None:
             raise ValueError(f"num_pages is for a paged cache, got {num_pages} without page_size")
-        if page_size is not None and page_size % config.block_size:
-            raise ValueError(f"page_size must be a multiple of block_size={config.block_size}, got {page_size}")
+        if page_size is not None:
+            require_page_size("page_size", page_size, config)
         self.config, self.max_seqlen = config, max_seqlen
         self._lengths = [0] * batch
         self.cache_seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -126,7 +126,7 @@ class NSACache(LastingTensors):
         else:
             lead = (batch * width if num_pages is None else num_pages, page_size)
             # A compressed key that reaches into the next page is never shared, even where its first tokens are.
-            compressed = (lead[0] + batch * (config.span > config.stride), page_size // config.stride)
+            compressed = (lead[0] + batch * (config.span > config.stride), max(1, page_size // config.stride))
         names = TOKEN_CACHES[: 4 if own_window else 2] + ("k_index",) * (config.rule == "index")
         names += COMPRESSED_CACHES if config.computes("compressed") else ()
         rows = dict.fromkeys(names, (num_kv_heads, head_dim))

@@ -88,7 +88,7 @@ def complete_blocks(
         if to is None:
             continue
         for b, (first, count, source) in enumerate(slots[[At.CMP_FIRST, At.CMP_NEW, At.SOURCE]].T.tolist()):
-            assert count <= most
+            assert count <= most and (tables[0] is None or tables[0].shape[1] == 1 or not cache.shape[1] % block_size)
             if count:
                 tokens = cache[_spots(cache, tables[0], b, source, (count - 1) * stride + block_size)]
                 means = pooling.mean_pool(dequantise(tokens, scale, torch.float32)[None], config=config)[0]

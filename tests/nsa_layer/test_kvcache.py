@@ -37,9 +37,11 @@ EXACT, CLOSE = dict(rtol=1e-12, atol=1e-12), dict(rtol=1e-6, atol=1e-6)
 
 @dataclass
 class Caches:
-    """Caches full of NaN for the sequences of a case, contiguous or in pages of a random order; keys lie by head.
+    """Caches full of NaN for the sequences of a case, contiguous or in pages of a random order.
 
     Attributes:
+        layout: slots before heads in memory, "NHD"; heads before slots, "HND"; "keys HND" and values NHD; or "both":
+            keys and values of a page beside each other, in one tensor.
         unread: the host leaves starts of queries on the GPU.
         fp8: caches are in FP8, with scales by which some numbers saturate.
         given: arguments of `nsa_with_kvcache`. Pages behind a sequence's last token are all one.
@@ -52,6 +54,7 @@ class Caches:
     seed: int = 0
     page: int = 16
     capacity: int = 112
+    layout: str = "keys HND"
     unread: bool = False
     fp8: bool = False
     given: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -63,13 +66,15 @@ class Caches:
         for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
             if (x := getattr(self.inputs, name)) is not None or ("cmp" in name and compressed):
                 step, x = case.config.stride if "cmp" in name else 1, getattr(self.inputs, name[0]) if x is None else x
-                slots = (B * pages + 3, self.page // step) if self.paged else (B + 1, self.capacity // step)
-                cache = torch.full((*slots, *x.shape[1:]), torch.nan, dtype=FP8 if self.fp8 else case.dtype)
+                slots = (B * pages + 3, max(1, self.page // step)) if self.paged else (B + 1, self.capacity // step)
+                dtype, both = FP8 if self.fp8 else case.dtype, self.layout == "both"
+                cache = torch.full((slots[0], 1 + both, *slots[1:], *x.shape[1:]), torch.nan, dtype=dtype)[:, -1]
                 if self.fp8:
                     # Powers of two for keys, so that scores of what is kept are the same in 16 bits.
                     scale = (torch.rand(x.shape[-2], generator=generator) + 1) / 224
                     self.given[f"{name}_scale"] = scale.log2().floor().exp2() if name[0] == "k" else scale
-                cache = cache.transpose(1, 2).contiguous().transpose(1, 2) if name == "k" else cache
+                by_head = self.layout == "HND" or self.layout == "keys HND" and name == "k"
+                cache = cache.transpose(1, 2).contiguous().transpose(1, 2) if by_head else cache
                 self.given[f"{name}_cache"] = cache
         for table in ("page_table", *["cmp_page_table"] * compressed) if self.paged else ():
             shuffled = torch.randperm(B * pages + 3, generator=generator).int()
@@ -199,6 +204,35 @@ RUNS = [*product(["plain"], ("contiguous", "paged"), CUTS), *product([*VARIANTS]
 @pytest.mark.parametrize("name, kept, cut", [run for run in RUNS if "own" not in run[0] or run[1] != "made anew"])
 def test_any_cut_gives_the_whole(backend: str, name: str, kept: str, cut: str) -> None:
     Caches(make_inputs(VARIANTS[name]), *KEPT[kept]).finish(CUTS[cut], backend)
+
+
+SMALL_PAGES = [("plain", 4), ("overlapping, weights", 8), ("overlapping, weights", 2), ("own keys", 4), ("index", 4)]
+
+
+@pytest.mark.parametrize("name, page", SMALL_PAGES)
+def test_a_block_may_have_several_pages(backend: str, name: str, page: int) -> None:
+    """A page of compressed keys has one at least."""
+    Caches(make_inputs(VARIANTS[name]), True, page=page, layout="NHD").finish(CUTS["ragged"], backend)
+
+
+@pytest.mark.parametrize("layout", ["HND", "both"])
+@pytest.mark.parametrize("name", ["own keys, overlapping", "index, all branches"])
+def test_layouts_of_pages(backend: str, name: str, layout: str) -> None:
+    Caches(make_inputs(VARIANTS[name]), True, layout=layout).finish(CUTS["ragged"], backend)
+
+
+@pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=str)
+def test_compressed_keys_may_lie_with_their_last_tokens(backend: str, config: NSAConfig) -> None:
+    """On pages of one key each, so that one table leads to tokens and to their compressed keys."""
+    for page in (4, 16):
+        caches = Caches(make_inputs(replace(CASE, config=config)), True, page=page)
+        last = torch.arange(config.compressed_length(112)) * config.stride + config.span - 1
+        each, table = max(1, page // config.stride), caches.given["page_table"]
+        caches.given["cmp_page_table"] = table[:, last // page] * each + (last % page // config.stride).int()
+        for name in COMPRESSED_CACHES:
+            cache = caches.given[f"{name}_cache"]
+            caches.given[f"{name}_cache"] = torch.full_like(cache.flatten(0, 1).unsqueeze(1), torch.nan)
+        caches.finish(CUTS["ragged"], backend)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -495,6 +529,40 @@ def test_any_cut_of_fp8_gives_the_whole_on_the_kernels(name: str) -> None:
     """Of what is kept; steps of a token, of a few, and chunks."""
     caches = Caches(make_inputs(ON_GPU[name], "cuda"), "own" not in name, page=64, capacity=576, fp8=True)
     caches.finish([(90, 91, 410), (), (1,), (64, 128)], "cute", rtol=0.03, atol=0.015)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page, layout", [(16, "HND"), (32, "both"), (128, "NHD"), (256, "HND")])
+@pytest.mark.parametrize("name", ["default", "index"])
+def test_pages_of_any_size_and_layout_on_the_kernels(name: str, page: int, layout: str) -> None:
+    """A block of 64 tokens has four pages, or a page four blocks; steps of a token, of a few, and chunks."""
+    caches = Caches(make_inputs(ON_GPU[name], "cuda"), True, page=page, capacity=768, layout=layout, unread=True)
+    caches.finish([(90, 91, 410), (), (1,), (64, 128)], "cute", **ROUNDING)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_graph_of_a_mixed_batch_is_replayed_with_other_starts(page: int) -> None:
+    """One sequence's chunk and single tokens of the others in one call, whose lengths the host never reads."""
+    case = Case(lengths=(100, 130, 66), **KERNELS)
+    inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda")).o.split(case.lengths)
+    caches = Caches(inputs, True, page=page, capacity=256)
+    tokens = {name: getattr(inputs, name).split(case.lengths) for name in "qkv"}
+    new = {name: torch.zeros_like(getattr(inputs, name)[:66]) for name in "qkv"}
+    starts, seqlens = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (4, 3))
+    given = caches.given | new | dict(config=case.config, cu_seqlens_q=starts, cache_seqlens=seqlens, max_seqlen_q=64)
+    given["gate_weight"] = inputs.gate_weight
+    graph, o = capture(lambda: attended(given, unread=True)[0], warm_ups=3)
+    for counts in ((64, 1, 1), (1, 64, 1), (1, 1, 64), (34, 0, 0), (0, 64, 0)):
+        spans = [slice(at, at + n) for at, n in zip(caches.length, counts)]
+        for name, own in tokens.items():
+            new[name][: sum(counts)] = torch.cat([x[span] for x, span in zip(own, spans)])
+        starts.copy_(starts_of_lengths(counts))
+        seqlens.copy_(torch.tensor(caches.length))
+        graph.replay()
+        expected = torch.cat([x[span] for x, span in zip(want, spans)])
+        torch.testing.assert_close(o[: sum(counts)], expected, **ROUNDING)
+        caches.length = [span.stop for span in spans]
 
 
 @pytest.mark.gpu

@@ -202,7 +202,7 @@ def test_a_layer_appends(options: dict, paged: bool, packed: bool) -> None:
     assert own_window or not any("win" in name for name in layer.branch_proj or ())
     own = dict(own_window=own_window, own_sources=own_sources, head_dim_v=layer.head_dim_v)
     own |= dict(index_dim=layer.index_dim) if layer.index_dim else {}
-    own |= dict(config=layer.config, page_size=16 if paged else None, dtype=torch.float64)
+    own |= dict(config=layer.config, page_size=(4 if packed else 16) if paged else None, dtype=torch.float64)
     x, calls = torch.randn(2, 40, 32, dtype=torch.float64), ((30, 21), (31, 21), (40, 40))
     calls = calls if packed else ((30, 30), (31, 31), (40, 40))
     assert_appends(layer, NSACache(2, CAPACITY, 2, 8, **own), x, calls, packed=packed, **EXACT)
