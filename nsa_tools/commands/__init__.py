@@ -16,7 +16,7 @@ COMMANDS = {
     "inspect": "print versions, patches, supported features and the backend that a shape runs on",
     "compile": "compile the kernels for an architecture, without a GPU",
 }
-TOOLS_EXTRA = ("matplotlib", "safetensors", "tabulate", "tqdm")  # as in pyproject.toml
+TOOLS_EXTRA = ("matplotlib", "rich", "safetensors", "tabulate", "tqdm")  # as in pyproject.toml
 BAD_ARGUMENTS = 2
 INTERRUPTED = 130
 NOT_READ = 141  # what a shell shows for a program that SIGPIPE ended

@@ -32,6 +32,7 @@ def choose(
     index_dim: int = 0,
     alone: bool = False,
     cached: torch.dtype | None = None,
+    weighed: bool = False,
     index_loss: bool = False,
     **changes: object,
 ) -> str:
@@ -45,6 +46,8 @@ def choose(
         call = call._replace(q_index=call.q[..., :index_dim], k_index=call.k[..., :index_dim])
     if cached is not None:
         call = call._replace(cache=KVCache(*(x.to(cached) for x in call[1:3]), 0))
+    if weighed:
+        call = call._replace(compress_k_weight=call.k)
     spec = replace(call.spec, index_loss=index_loss)
     return support.choose_backend(backend, call._replace(spec=spec), device)
 
@@ -64,6 +67,9 @@ UNSUPPORTED = {
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
     "index of other than 16, 32, 64 or 128 dimensions": dict(config=INDEX, index_dim=24),
+    "compress weights, or pages that split compressed blocks, with caches in float8_e4m3fn": dict(
+        config=NSAConfig(), cached=torch.float8_e4m3fn, weighed=True
+    ),
     "block_size below 16": dict(config=TILES.replace(block_size=8)),
     "block_size 16 with G below 4, 32 with 1": dict(alone=True, config=_alone(16), rows=3),
     "block_counts above 64, of an index above 128": dict(config=TILES.replace(block_counts=65)),
