@@ -35,7 +35,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from nsa_layer import NSAConfig, nsa, selected_attention
 from nsa_layer.integrations.hf import convert_to_nsa
-from nsa_tools.index_training import best_blocks, coverage, dense_mass, indices_of, train_index
+from nsa_tools.index_training import best_blocks, coverage, dense_mass, listing, train_index
 from nsa_tools.report.tables import markdown
 
 Tensor = torch.Tensor
@@ -96,11 +96,10 @@ def measured(args: argparse.Namespace, measure: Measure, dense: PreTrainedModel)
         train(model, batch_of, steps=whole, learning_rate=args.rate, all_blocks=True)
         train(model, lambda step: batch_of(whole + step), steps=args.sequences - whole, learning_rate=args.rate)
         for count in args.counts:
-            list_blocks(model, count)
-            covered = coverage(model, measure.documents[:1])
-            share = sum(layer.chosen for layer in covered) / len(covered)
-            yield measure.row(f"index, Di {Di}, seed {seed}", count, model) | dict(covered=f"{share:.3f}")
-        list_blocks(model, args.counts[0])
+            with listing(model, count * args.block_size):
+                covered = coverage(model, measure.documents[:1])
+                share = sum(layer.chosen for layer in covered) / len(covered)
+                yield measure.row(f"index, Di {Di}, seed {seed}", count, model) | dict(covered=f"{share:.3f}")
         first = first or model
     measure.dense_loss = None
     for name, count, model, weight in (("dense", "", dense, 0), ("index", args.counts[0], first, 0.1)):
@@ -108,12 +107,6 @@ def measured(args: argparse.Namespace, measure: Measure, dense: PreTrainedModel)
             model, batch_of = copy.deepcopy(model), partial(training_batch, trained_on, 4, 0, args)
             train(model, batch_of, steps=args.then_train, learning_rate=args.then_rate, weight=weight)
             yield measure.row(f"{name}, trained on", count, model)
-
-
-def list_blocks(model: PreTrainedModel, count: int) -> None:
-    """Let each layer list so many blocks a token."""
-    for layer in indices_of(model):
-        layer.config = layer.config.replace(block_counts=count)
 
 
 def train(*args: object, steps: int, **options: object) -> None:
