@@ -45,7 +45,7 @@ def finds_too_much(original: Callable) -> Callable:
 
 
 def lies_with_first_tokens(original: Callable) -> Callable:
-    """Of a block that has several pages, sequences that share the first one share its key."""
+    """A fault: where a block has several pages, sequences that share its first page share its compressed key."""
 
     def tables(pool: object, pages: torch.Tensor) -> dict[str, torch.Tensor]:
         first = pages[:, :: pool.config.stride // pool.size]

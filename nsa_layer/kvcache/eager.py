@@ -47,14 +47,14 @@ def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, 
     lses = [q.new_full(o.shape[:-1], torch.nan, dtype=accumulation_dtype(q.dtype)) for _ in LSES]
     rows = [x.split(lengths) if call.packed else x.unbind() for x in (o, *lses)]
     spec, auxes = replace(call.spec, lengths=None), [None] * call.B
-    own = dict(spec=spec, cache=None) | {f"compress_{x}_weight": None for x in "kv" if f"{x}_cmp" in caches}
+    fixed = dict(spec=spec, cache=None) | {f"compress_{x}_weight": None for x in "kv" if f"{x}_cmp" in caches}
     for b in attended:
         stored = {
             name: dequantise(x[slots_of(x, pages[name][b], 0, spans[b][name][1])], call.cache.scale(name), q.dtype)
             for name, x in caches.items()
         }
         offset = torch.tensor([ends[b] - lengths[b]], dtype=torch.int32)
-        (values,), auxes[b], *_ = module.attend(new[b]._replace(**stored, **own, q_offset=offset).as_batch())
+        (values,), auxes[b], *_ = module.attend(new[b]._replace(**stored, **fixed, q_offset=offset).as_batch())
         row_o, *row_lses = (row[b] for row in rows)
         row_o.copy_(values)
         for row, lse in zip(row_lses, (getattr(auxes[b], name) for name in LSES.values())):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -112,9 +113,9 @@ def measure(shape: Shape, backend: str | None, *, repeats: int, fp8: bool = Fals
     calls, failed, us = {}, {}, {}
     for name in steps:
         us[name], step = None, decode_variants(shape, backend)[name.removesuffix(" fp8")]
-        own = rounded if name.endswith("fp8") else inputs
+        rotated = rounded if name.endswith("fp8") else inputs
         try:
-            calls[name] = captured_steps(step, own, steps[name]) if on_gpu else lambda step=step, x=own[0]: step(x)
+            calls[name] = captured_steps(step, rotated, steps[name]) if on_gpu else partial(step, rotated[0])
             calls[name]()
         except Exception as error:  # its row says so, and the others go on
             calls.pop(name, None)

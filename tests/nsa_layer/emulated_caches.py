@@ -67,13 +67,13 @@ def _spots(cache: Tensor, table: Tensor | None, b: int, first: int, count: int) 
 
 
 def append(x, caches, tables, slots, starts=(None, None), *, behind="", scales=(None,) * 6):
-    for i, (own, cache) in enumerate(zip(x, caches)):
-        if cache is not None and own is not None:
-            own = in_cache_dtype(own, scales[i], cache.dtype)
+    for i, (new, cache) in enumerate(zip(x, caches)):
+        if cache is not None and new is not None:
+            new = in_cache_dtype(new, scales[i], cache.dtype)
         fields = (At.CMP_FIRST, At.CMP_NEW, At.CMP_END) if i >= 4 else (At.FIRST, At.NEW, At.END)
         for b, (first, count, end) in enumerate(zip(*(slots[field].tolist() for field in fields))):
-            if cache is not None and own is not None:
-                cache[_spots(cache, tables[i // 4], b, first, count)] = _rows(own, starts[i // 4], b)[:count]
+            if cache is not None and new is not None:
+                cache[_spots(cache, tables[i // 4], b, first, count)] = _rows(new, starts[i // 4], b)[:count]
             if cache is not None and behind and slots[At.NEW, b]:
                 rows = BEHIND if behind == "rows" else -end % cache.shape[1]
                 rows = min(rows, cache.shape[1] - end) if tables[i // 4] is None else rows

@@ -526,7 +526,7 @@ def test_any_cut_gives_the_whole_on_the_kernels(paged: bool, name: str, cut: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["default", "index", "own keys, D 128, one head"])
 def test_any_cut_of_fp8_gives_the_whole_on_the_kernels(name: str) -> None:
-    """Of what is kept; steps of a token, of a few, and chunks."""
+    """Steps of one token, decode steps of several, and chunks equal `nsa` of the quantised tokens."""
     caches = Caches(make_inputs(ON_GPU[name], "cuda"), "own" not in name, page=64, capacity=576, fp8=True)
     caches.finish([(90, 91, 410), (), (1,), (64, 128)], "cute", rtol=0.03, atol=0.015)
 

@@ -152,7 +152,7 @@ def test_long_calls_and_observed_ones_have_none(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_the_same(name: str) -> None:
-    """Of o, lists and, where kernels add in order, of gradients, whether a tape made them or not."""
+    """A tape gives the bits of o that a plain call gives, and in deterministic mode those of gradients."""
     results = []
     for seed in (0, 1, 0, 1):
         results.append(run("cute", make_inputs(replace(CASES[name], seed=seed), "cuda")))
