@@ -78,7 +78,7 @@ def step(call: Call, *, validate: bool = False, memory: MemoryPolicy = MemoryPol
     if call.packed and (starts := starts_on(call.cu_seqlens, call.q.device)) is not call.cu_seqlens:
         changes["cu_seqlens"] = starts
     call = call._replace(**changes) if changes else call
-    few = supports(call) and not _splits_index(call)
+    few = supports(call)
     if not call.lengths_known and not few:  # starts are not checked: any values have to lead to rows of q
         call = call._replace(cu_seqlens=call.cu_seqlens.clamp(0, len(call.q)).cummax(0).values)
     chunk = None if few and not validate else _Chunk(call, memory)
@@ -105,13 +105,7 @@ def needs_host_lengths(call: Call) -> bool:
     """True if a packed call with this bound must be split over sequences, so that copies fit `WORKSPACE`."""
     if call.B == 1 or call.B * _bytes_of_tokens(call, call.cache.capacity) <= WORKSPACE:
         return False
-    return call.B * _bytes_copied(call) > WORKSPACE and (_splits_index(call) or not supports(call))
-
-
-def _splits_index(call: Call) -> bool:
-    """True if an index chooses blocks that lie on several pages, of which decode's kernels find the first."""
-    splits = call.cache.page_table is not None and call.cache.k_cache.shape[1] % call.config.block_size != 0
-    return call.config.rule == "index" and splits
+    return call.B * _bytes_copied(call) > WORKSPACE and not supports(call)
 
 
 def _how_read(call: Call) -> str:

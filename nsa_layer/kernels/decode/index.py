@@ -40,10 +40,11 @@ class IndexDecode:
         *("B Hkv T blocks@16", "B Hkv"),
     )
 
-    def __init__(self, spec: DecodeSpec, lists: int) -> None:
-        """spec: with the index' dimension for D; lists: that share a key."""
+    def __init__(self, spec: DecodeSpec, lists: int, splits_blocks: bool) -> None:
+        """spec: with the index' dimension for D; lists: that share a key; splits_blocks: a block has several pages."""
         self.spec = spec
         self.lists = lists
+        self.splits_blocks = splits_blocks
 
     @cute.jit
     def __call__(self, *arguments):
@@ -105,7 +106,8 @@ class IndexDecode:
             held = cute.make_rmem_tensor((VECTOR, loads), stored.caches[0].element_type)
             for i in cutlass.range_constexpr(loads):
                 key = cutlass.max(cutlass.min(at + i * keys, sequence.S - 1), 0)
-                load_once(vector(stored.token(0, table, page, key, head), lane % lanes), held[None, i])
+                its_page = table.page(key) if const_expr(self.splits_blocks) else page
+                load_once(vector(stored.token(0, table, its_page, key, head), lane % lanes), held[None, i])
             if const_expr(stored.rounds(0)):
                 before = sequence.position(Int32(0))
                 if first + spec.block_size > before:

@@ -122,7 +122,8 @@ def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tup
         Hi, Di = cache.k_index_cache.shape[2:]
         of_index = rows(call.q_index), cache.k_index_cache, rows(call.k_index), cache.k_index_scale
         of_slots = cache.page_table, cache.cache_batch_idx, cu_seqlens_q, cache.cache_seqlens
-        static = (replace(kernel, D=Di), Hkv // Hi)
+        splits_blocks = cache.page_table is not None and cache.k_cache.shape[1] % kernel.block_size != 0
+        static = (replace(kernel, D=Di), Hkv // Hi, splits_blocks)
         launch("decode_index", IndexDecode, static, *of_index, *of_slots, scores, valid, capacity)
     elif cmp:
         launch("decode_compressed", CompressedDecode, (kernel,), *step, *sizes, scale)

@@ -100,7 +100,7 @@ class Case:
             room = config.compressed_length(self.room) if "cmp" in name else self.room
             lead = (B + 2, room)
             if self.page:
-                lead = (B * (self.room // self.page) + 3, self.page // stride)
+                lead = (B * (self.room // self.page) + 3, max(1, self.page // stride))
             stored = FP8 if self.fp8 else self.dtype
             places[name] = torch.full((*lead, *row(name)), torch.nan, dtype=stored, device=device)
             if self.fp8:
@@ -190,6 +190,10 @@ CASES = {
     "FP8, index of 16": Case(
         config=INDEX.replace(**UNFORCED, branches=BRANCHES[1:]), page=64, index=(1, 16), T=5, Hkv=3, D=64, fp8=True
     ),
+    "small pages": Case(page=16, projected=True, T=2),
+    "FP8, small pages": Case(page=32, fp8=True, lengths=(70, 33, 1000)),
+    "index, small pages": Case(config=INDEX, page=16, index=(2, 32), T=2, gate="none"),
+    "FP8, index, small pages": Case(config=INDEX, page=32, index=(1, 64), gate="none", fp8=True),
     "long index": Case(config=INDEX, lengths=(70_001, 33_000), room=70_016, page=64, G=8, Hkv=8, index=(8, 32)),
     "very long": Case(lengths=(400_001,), room=400_064, G=16, Hkv=1),
 }
