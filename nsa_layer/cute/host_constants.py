@@ -64,8 +64,10 @@ def _copied(
 
 def _are_lasting() -> bool:
     """True if new tensors may serve later calls: not within a transform, nor a mode with its own tensors, such as
-    the fake ones that kernels are compiled with."""
-    return not torch._C._are_functorch_transforms_active() and not torch._C._len_torch_dispatch_stack()
+    the fake ones that kernels are compiled with; PyTorch records CUDA graphs in modes without."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return not torch._C._len_torch_dispatch_stack() or type(torch.empty(0)) is torch.Tensor
 
 
 def _is_captured(device: torch.device) -> bool:

@@ -16,6 +16,7 @@ from layer_calls import assert_near, no_waits, step
 from stub_kernels import LAUNCHED, stubbed_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, checks, nsa, selected_attention
@@ -96,7 +97,15 @@ def test_copies_are_made_once_and_kept_by_a_capture(monkeypatch: pytest.MonkeyPa
     assert before.cu_seqlens.device.type == "meta" and before.cu_seqlens.shape == (3,)
     monkeypatch.setattr(host_constants, "_is_captured", lambda device: True)
     monkeypatch.setattr(host_constants, "_held", {})
-    within = starts_by_host((5, 6))
+
+    class Recording(TorchDispatchMode):
+        """A mode with plain tensors, as PyTorch records graphs in."""
+
+        def __torch_dispatch__(self, function: Callable, types: object, args: tuple = (), kwargs: object = None):
+            return function(*args, **(kwargs or {}))
+
+    with Recording():
+        within = starts_by_host((5, 6))
     assert within.cu_seqlens is before.cu_seqlens
     (held,) = host_constants._held.values()
     assert held is within.cu_seqlens._base is within.cu_compressed._base is within.cu_tiles._base
