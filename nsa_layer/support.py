@@ -75,18 +75,6 @@ def _has_too_many_overlaps(call: Call) -> bool:
     return _selects(call) and call.config.by_token and overlaps > MOST_OVERLAPS
 
 
-def completes_from_copies(call: Call) -> bool:
-    """True if the compressed keys that a call on caches completes are made of copies of its tokens, not in place:
-    weights project means, or a block lies on several pages."""
-    over_pages = call.cache.page_table is not None and call.cache.k_cache.shape[1] % call.config.span != 0
-    return over_pages or call.compress_k_weight is not None or call.compress_v_weight is not None
-
-
-def _completes_fp8_from_copies(call: Call) -> bool:
-    in_fp8 = call.cache is not None and call.cache.in_fp8 and call.config.computes("compressed")
-    return in_fp8 and completes_from_copies(call)
-
-
 # Features that the kernels have on all `ARCHITECTURES`, and those that they lack on all, with a test of the calls that
 # ask for them. The other backends have everything. A tile of a union has a bit for each token and each small block of
 # an entry.
@@ -128,7 +116,6 @@ LACKING: dict[str, Callable[[Call], bool]] = {
         call.config.span > call.config.stride == 1 and not call.config.offset
     ),
     "rule='seed'": lambda call: call.config.rule == "seed",
-    "compress weights, or pages that split compressed blocks, with caches in float8_e4m3fn": _completes_fp8_from_copies,
     "index of other than 16, 32, 64 or 128 dimensions": lambda call: (
         call.q_index is not None and call.q_index.shape[-1] not in INDEX_DIMS
     ),

@@ -40,7 +40,6 @@ from nsa_layer.kernels.launch import aligned_rows, rows_aligned
 from nsa_layer.kernels.pooling.mean_pool import mean_pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
-from nsa_layer.support import completes_from_copies
 from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
@@ -185,7 +184,9 @@ class _Chunk:
         new, caches = self._tensors(*COMPRESSED_CACHES), self._tensors("k_cmp_cache", "v_cmp_cache")
         lacking = tuple(cache if x is None else None for cache, x in zip(caches, new))
         sources = tuple(None if cache is None else x for x, cache in zip(self._tensors(*CACHES[:2]), lacking))
-        if not completes_from_copies(call) and all(x is None or rows_aligned(x) for x in (*sources, *lacking)):
+        in_place = call.compress_k_weight is None and call.compress_v_weight is None
+        in_place &= call.cache.page_table is None or not call.cache.k_cache.shape[1] % span  # sums are of one page
+        if in_place and all(x is None or rows_aligned(x) for x in (*sources, *lacking)):
             sizes = dict(block_size=span, stride=stride, most=call.config.most_completed(call.longest))
             sizes |= dict(scales=self._tensors(*SCALES[:2]), compressed_scales=self._tensors(*SCALES[-2:]))
             complete_blocks(sources, lacking, self.tables, self.slots, **sizes)

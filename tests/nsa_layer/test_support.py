@@ -67,9 +67,6 @@ UNSUPPORTED = {
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
     "index of other than 16, 32, 64 or 128 dimensions": dict(config=INDEX, index_dim=24),
-    "compress weights, or pages that split compressed blocks, with caches in float8_e4m3fn": dict(
-        config=NSAConfig(), cached=torch.float8_e4m3fn, weighed=True
-    ),
     "block_size below 16": dict(config=TILES.replace(block_size=8)),
     "block_size 16 with G below 4, 32 with 1": dict(alone=True, config=_alone(16), rows=3),
     "block_counts above 64, of an index above 128": dict(config=TILES.replace(block_counts=65)),
