@@ -64,7 +64,7 @@ faults(
      result(lambda x: x + 1e-9 * torch.arange(x.shape[-1], dtype=x.dtype))),
     ("forced blocks in the loss", INDEX + ":is_free", OF_INDEX, "The index' loss counts forced blocks.",
      instead(lambda original, lists, t, config: lists >= 0)),
-    ("one key for all lists", INDEX + ":loss_rows", OF_INDEX, "All lists' losses read the first list's keys.",
+    ("one key for all lists", INDEX + ":_keys", OF_INDEX, "All lists' losses read the first list's keys.",
      given(k_index=lambda x: x[:, :, :1])),
     ("shares of two", "nsa_layer.eager.forward:gated_sum", IS_ITS,
      "Without a window the other branches count 1/2 each, not 1/3.",

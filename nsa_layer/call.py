@@ -349,8 +349,9 @@ class Saved(NamedTuple):
         g: the gates, fp32 or fp64 [..., Hq, branches]; None for equal shares.
         index_scores: fp32 or fp64, of chosen blocks by an index, like `block_indices`, where they are asked for; -inf
             for padding.
-        index_mass, index_tokens: for the index' loss: the selected branch's probability in each chosen block that is
-            not forced, a mean over the list's query heads, and the token of its score; like `block_indices`.
+        index_dz: for the index' loss, like `block_indices`: the gradient of its numerator by the score of each chosen
+            block that is not forced, else 0.
+        index_tokens: with plain PyTorch the tokens of these scores.
         index_sums: [2], the loss' numerator and denominator.
 
     Plain PyTorch saves the selection, log-sum-exps, gates and the fields of an index.
@@ -370,7 +371,7 @@ class Saved(NamedTuple):
     lse_swa: torch.Tensor | None = None
     g: torch.Tensor | None = None
     index_scores: torch.Tensor | None = None
-    index_mass: torch.Tensor | None = None
+    index_dz: torch.Tensor | None = None
     index_tokens: torch.Tensor | None = None
     index_sums: torch.Tensor | None = None
 

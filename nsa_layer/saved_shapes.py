@@ -29,7 +29,8 @@ def saved_shapes(call: Call, *, kept: Sequence[bool]) -> Saved:
         if spec.index_scores:
             shapes["index_scores"] = (of_lists, exactly)
         if spec.index_loss:
-            shapes |= dict(index_mass=(of_lists, exactly), index_tokens=(of_lists, whole), index_sums=((2,), exactly))
+            shapes |= dict(index_dz=(of_lists, exactly), index_sums=((2,), exactly))
+            shapes |= dict(index_tokens=(of_lists, whole)) if spec.backend != "cute" else {}
     if spec.backend != "cute" or call.one_branch:
         return Saved(**shapes)
     if config.computes("selected") and not reads_unions(config, listed=spec.listed):

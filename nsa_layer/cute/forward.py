@@ -55,7 +55,8 @@ def forward(
         for group in plan.groups:
             part = head_group(call, *group)
             (q, _, v), into = part[:3], narrow(o, -2, query_heads(*call[:2], *group))
-            o_cmp = o_slc = o_swa = lse_cmp = lse_slc = lse_swa = k_scored = k_cmp = v_cmp = indices = counts = None
+            o_cmp = o_slc = o_swa = lse_cmp = lse_slc = lse_swa = k_scored = k_cmp = v_cmp = None
+            indices = counts = scores = None
             means, of_index = (None, None), {}
             # The window needs q, k and v alone: the GPU has work at once, while the host launches short kernels.
             if config.computes("window"):
@@ -72,11 +73,11 @@ def forward(
                     indices = part.block_indices
                     if indices is None:
                         scored = k_cmp if config.by_token else k_scored
-                        indices, counts = select_blocks(part, varlen, scored, lse_cmp)
+                        indices, counts, scores = select_blocks(part, varlen, scored, lse_cmp)
                         del scored
                 del k_scored
                 o_slc, lse_slc, of_index = forward_selected(
-                    part._replace(block_indices=indices), varlen, counts, into if call.one_branch else None
+                    part._replace(block_indices=indices), varlen, counts, scores, into if call.one_branch else None
                 )
             if side_stream is not None:
                 side_stream.join()
@@ -124,13 +125,17 @@ def _compressed(call: Call, varlen: Varlen) -> tuple[Tensor | None, Tensor, Tens
 
 
 def forward_selected(
-    call: Call, varlen: Varlen, block_counts: Tensor | None = None, out: Tensor | None = None
+    call: Call,
+    varlen: Varlen,
+    block_counts: Tensor | None = None,
+    scores: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """o and the log-sum-exp of the selected branch over the call's lists; and the fields of `Saved` that are of an
     index' scores and loss.
 
     Args:
-        block_counts: as for `selected_options`.
+        block_counts, scores: of `select_blocks`.
         out: of o, where that is not None and the kernel can write there.
     """
     (q, k, v), spec, lists = call[:3], call.spec, call.block_indices
@@ -146,7 +151,7 @@ def forward_selected(
     if not (spec.index_loss or spec.index_scores):
         return o, lse, {}
     with component("index"):
-        return o, lse, of_chosen_blocks(call, varlen, unions, sums, lse)
+        return o, lse, of_chosen_blocks(call, varlen, unions, scores, sums, lse)
 
 
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ def saved_of_group(saved: Saved, group: tuple[int, int], heads: int) -> Saved:
         each = x.shape[-2] // heads
         return narrow(x, -2, (group[0] * each, group[1] * each)).contiguous()
 
-    saved = saved._replace(index_scores=None, index_mass=None, index_tokens=None, index_sums=None)
+    saved = saved._replace(index_scores=None, index_dz=None, index_tokens=None, index_sums=None)
     return Saved(*(x if x is None else part(x) for x in saved))
 
 

@@ -10,7 +10,7 @@ import torch
 from nsa_layer.call import DIFFERENTIABLE, LSES, Call, Saved, accumulation_dtype, equal_gates
 from nsa_layer.eager.chunk_attention import attend_chunks_backward, to_compute_dtype, visible_compressed, visible_window
 from nsa_layer.eager.forward import batches, compress_batch
-from nsa_layer.eager.index import is_free, loss_backward
+from nsa_layer.eager.index import loss_backward
 from nsa_layer.eager.list_attention import attend_lists_backward
 from nsa_layer.eager.pooling import mean_pool_backward
 from nsa_layer.profiler_ranges import component
@@ -42,7 +42,7 @@ def backward(
     sums = call.map(partial(torch.zeros_like, dtype=acc, memory_format=torch.contiguous_format), DIFFERENTIABLE)
     if window is not None:
         sums = sums._replace(k_win=sums.k[..., window, :, :], v_win=sums.v[..., window, :, :])
-    of_rows = {name: getattr(saved, name) for name in ("g", "index_mass", "index_tokens")}
+    of_rows = {name: getattr(saved, name) for name in ("g", "index_dz", "index_tokens")}
     of_rows |= {name: x if (x := getattr(saved, name)) is None else x.mT for name in LSES.values()}
     packed, begin = spec.lengths is not None, 0
     for (batch, *offsets), (sums_i, *_) in zip(batches(call), batches(sums), strict=True):
@@ -51,20 +51,17 @@ def backward(
         saved_i = Saved(**{name: x[rows] for name, x in of_rows.items() if x is not None})
         _backward_batch(batch, saved_i, do[rows], sums_i, *offsets)
         if d_sums is not None:
-            _backward_index(batch, saved_i, d_sums[0], sums_i, offsets[0])
+            _backward_index(batch, saved_i, d_sums[0], sums_i)
         begin = end
     if window is not None:
         sums = sums._replace(k_win=None, v_win=None)
     return tuple(None if total is None else total.to(x.dtype) for total, x in zip(sums.differentiable, inputs))
 
 
-def _backward_index(batch: Call, saved: Saved, d: Tensor, sums: Call, q_offset: int) -> None:
+def _backward_index(batch: Call, saved: Saved, d: Tensor, sums: Call) -> None:
     """Add the gradients of ``d`` times the numerator of the index' loss."""
-    t = torch.arange(batch.q.shape[1], device=d.device)[:, None] + q_offset
-    free = is_free(batch.block_indices, t, batch.config)
     with component("index"):
-        mass, tokens = saved.index_mass, saved.index_tokens.long()
-        grads = loss_backward(d, *batch.index, mass, tokens, free, batch.spec.index_scale)
+        grads = loss_backward(d * batch.spec.index_scale, *batch.index, saved.index_dz, saved.index_tokens.long())
     _add((sums.q_index, sums.k_index), grads)
 
 

@@ -47,11 +47,15 @@ def saved_of_index(batch: Call, lists: Tensor, lse: Tensor, q_offset: int) -> di
     """
     free = is_free(lists, torch.arange(lists.shape[1], device=lists.device)[:, None] + q_offset, batch.config)
     mass, best = _free_mass(batch, lists, lse, free, q_offset)
-    log_pi, _ = loss_rows(*batch.index, mass, best, free, batch.spec.index_scale)
+    q_index, k_index = batch.index
+    scores = torch.einsum("bthd,bthnd->bthn", q_index.to(mass.dtype), _keys(k_index, best).to(mass.dtype))
+    scores, empty = scores * batch.spec.index_scale, ~free.any(-1, keepdim=True)
+    log_pi = scores.masked_fill(~free, -torch.inf).masked_fill(empty, 0).log_softmax(-1).masked_fill(~free, 0)
     total = mass.sum(-1, keepdim=True)
     log_m = (mass / total.masked_fill(total == 0, 1)).masked_fill(mass == 0, 1).log()
     sums = torch.stack(((mass * (log_m - log_pi)).sum(), total.sum()))
-    return dict(index_mass=mass, index_tokens=best.int(), index_sums=sums)
+    dz = (total * log_pi.exp() - mass).masked_fill_(~free, 0)
+    return dict(index_dz=dz, index_tokens=best.int(), index_sums=sums)
 
 
 def _free_mass(batch: Call, lists: Tensor, lse: Tensor, free: Tensor, q_offset: int) -> tuple[Tensor, Tensor]:
@@ -77,24 +81,17 @@ def _free_mass(batch: Call, lists: Tensor, lse: Tensor, free: Tensor, q_offset: 
     return mass.masked_fill_(~free, 0), best.add_(lists.clamp(min=0) * spec.config.block_size)
 
 
-def loss_rows(q_index: Tensor, k_index: Tensor, mass: Tensor, best: Tensor, free: Tensor, scale: float) -> tuple:
-    """Log-softmax over free blocks of the scores of their best tokens, [B, T, Hs, n], 0 elsewhere; and these tokens'
-    keys [B, T, Hs, n, Di]."""
+def _keys(k_index: Tensor, best: Tensor) -> Tensor:
+    """Rows [B, T, Hs, n, Di] of tokens [B, T, Hs, n]."""
     keys = k_index.expand(-1, -1, best.shape[2], -1).transpose(1, 2)  # [B, Hs, S, Di]
     index = best.transpose(1, 2).flatten(2).unsqueeze(-1)  # [B, Hs, T n, 1]
-    keys = keys.gather(2, index.expand(-1, -1, -1, keys.shape[-1])).unflatten(2, best.shape[1::2]).transpose(1, 2)
-    scores = torch.einsum("bthd,bthnd->bthn", q_index.to(mass.dtype), keys.to(mass.dtype)) * scale
-    empty = ~free.any(-1, keepdim=True)
-    return scores.masked_fill(~free, -torch.inf).masked_fill(empty, 0).log_softmax(-1).masked_fill(~free, 0), keys
+    return keys.gather(2, index.expand(-1, -1, -1, keys.shape[-1])).unflatten(2, best.shape[1::2]).transpose(1, 2)
 
 
-def loss_backward(
-    d: Tensor, q_index: Tensor, k_index: Tensor, mass: Tensor, best: Tensor, free: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Gradients of ``d`` times the numerator in q_index and k_index, in the accumulation dtype."""
-    log_pi, keys = loss_rows(q_index, k_index, mass, best, free, scale)
-    dz = (mass.sum(-1, keepdim=True) * log_pi.exp() - mass).masked_fill_(~free, 0).mul_(d * scale)
-    dq = torch.einsum("bthn,bthnd->bthd", dz, keys.to(dz.dtype))
+def loss_backward(d: Tensor, q_index: Tensor, k_index: Tensor, dz: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``d`` times the numerator, without a scale, in q_index and k_index, in the accumulation dtype."""
+    dz = dz * d
+    dq = torch.einsum("bthn,bthnd->bthd", dz, _keys(k_index, best).to(dz.dtype))
     Hs, (B, S, heads, Di) = best.shape[2], k_index.shape
     head = torch.arange(Hs, device=best.device).expand(B, 1, Hs).unsqueeze(-1) % heads
     row = best * heads + head + torch.arange(0, B * S * heads, S * heads, device=best.device).view(-1, 1, 1, 1)

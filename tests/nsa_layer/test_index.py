@@ -122,7 +122,7 @@ def test_later_tokens_change_no_bit_of_the_loss_and_have_none_of_its_gradients(t
         results.append([o, aux.block_indices, aux.index_scores, sums, *(d[:, :t] for d in grads)])
         if backend == "eager":
             saved = forward(call.map(torch.detach))[1]
-            results[-1] += saved.index_mass, saved.index_tokens
+            results[-1] += saved.index_dz, saved.index_tokens
     assert all(map(torch.equal, *results))
 
 
@@ -199,7 +199,7 @@ def test_a_branch_that_is_not_there_launches_nothing(branches: tuple[str, ...], 
     assert names["_flash_attn_fwd"] == len(branches) and names["_flash_attn_bwd"] == dense
     assert names["_bwd_postprocess_convert"] == (dense > 0) + 2 * dense  # dq once, and dk and dv of each
     assert names["index_topk"] == by_index and names["union_lists"] == 2 * by_index
-    assert names["best_tokens"] == by_index  # of the scores that `Aux` has
+    assert names["index_scores"] == by_index  # of the scores that `Aux` has
     assert all(names[of] == with_loss for of in ("index_loss", "index_dq", "index_dk"))
     assert names["mean_pool"] == names["mean_pool_backward"] == ("compressed" in branches)
     assert names["gated_sum"] == names["gated_sum_backward"] == (branches != ("selected",) or gate != "none")

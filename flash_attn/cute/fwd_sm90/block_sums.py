@@ -24,19 +24,23 @@ from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
 class BlockSums:
     """Log-sum-exps of blocks that a warpgroup writes of a tile.
 
-    written: int32 [rows of a thread], blocks so far.
+    written: int32 [1], blocks so far of the row that the thread writes: its second one in odd lanes.
     """
 
     sums: cute.Tensor
     mask: KeyMask
     written: cute.Tensor
 
+    @property
+    def row(self) -> Int32:
+        return self.mask.thread % ROWS_OF_THREAD
+
     @staticmethod
     def of(mask: KeyMask) -> Optional[BlockSums]:
         """At the begin of a tile; None if the call does not ask."""
         if mask.aux_data.tensors is None or mask.mask_mod is not None:
             return None
-        written = cute.make_rmem_tensor(ROWS_OF_THREAD, Int32)
+        written = cute.make_rmem_tensor(1, Int32)
         written.fill(0)
         return BlockSums(mask.aux_data.tensors[0], mask, written)
 
@@ -47,19 +51,23 @@ class BlockSums:
         if softmax.any_row([softmax.hidden[r] == 0.0 for r in range(ROWS_OF_THREAD)]):
             P, parts = layout_utils.reshape_acc_to_mn(probabilities), mask.parts(words)
             count = cute.size(P, mode=[1]) // len(parts)
-            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-                place = mask.place(r)
-                token = mask.row(r) + (
-                    mask.seqlen.offset_q if mask.seqlen.has_cu_seqlens_q else mask.batch * mask.seqlen.seqlen_q
+            token = mask.row(self.row) + (
+                mask.seqlen.offset_q if mask.seqlen.has_cu_seqlens_q else mask.batch * mask.seqlen.seqlen_q
+            )
+            is_second = self.row > 0
+            top = cutlass.select_(is_second, softmax.top(1), softmax.top(0))
+            for i in cutlass.range_constexpr(len(parts)):
+                first, second = (
+                    _tree_sum([P[r, i * count + c] for c in range(count)]) for r in range(ROWS_OF_THREAD)
                 )
-                for i in cutlass.range_constexpr(len(parts)):
-                    total = _tree_sum([P[r, i * count + c] for c in range(count)])
-                    total = cute.arch.warp_reduction_sum(total, threads_in_group=4)
-                    if mask.has_bit(parts[i], r):
-                        if mask.thread % 4 == 0:
-                            column = self.written[r] * mask.packed + place % mask.packed
-                            self.sums[token, mask.head, column] = cute.math.log2(total, fastmath=True) + softmax.top(r)
-                        self.written[r] += 1
+                other = cute.arch.shuffle_sync_bfly(cutlass.select_(is_second, first, second), 1)
+                total = cutlass.select_(is_second, second, first) + other
+                total += cute.arch.shuffle_sync_bfly(total, 2)
+                if mask.has_bit(parts[i], self.row):
+                    if mask.thread % 4 < ROWS_OF_THREAD:
+                        column = self.written[0] * mask.packed + mask.place(self.row) % mask.packed
+                        self.sums[token, mask.head, column] = cute.math.log2(total, fastmath=True) + top
+                    self.written[0] += 1
 
 
 def _tree_sum(terms: list[Float32]) -> Float32:

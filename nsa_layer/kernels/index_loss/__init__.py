@@ -1,5 +1,6 @@
-"""The index' loss over the chosen blocks: their best tokens, its rows, and its gradients, nothing of the size T x T.
+"""The index' loss over the chosen blocks: its rows and its gradients, nothing of the size T x T.
 
-`best_tokens` multiplies again what the lists of a tile's tokens hold, `rows` has the sums of the loss and the gradient
-of queries by token, `keys` adds up that of keys by block, over the token-block CSR: the same bits every time.
+The choice of blocks hands over their scores, from which `rows` has the sums of the loss and gradients of scores. In
+backward `keys` goes through the token-block CSR, finds the tokens of these scores again, and adds up the gradient of
+keys; then `rows` has that of queries. The same bits every time. `listed_scores` is for `Aux` alone.
 """

@@ -13,9 +13,8 @@ from nsa_layer.kernels.select_by_tile.register_topk import halve, reduce_tree
 from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
 from nsa_layer.kernels.select_by_token.candidates import any_lane
 from nsa_layer.kernels.select_by_token.gemm import Products
-from nsa_layer.kernels.select_by_token.spec import QUAD, SCORES_READ, SCORES_WRITTEN, THREADS, WARP
+from nsa_layer.kernels.select_by_token.spec import NONNEGATIVE, QUAD, SCORES_READ, SCORES_WRITTEN, THREADS, WARP
 from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
-from nsa_layer.kernels.select_by_token.topk import NONNEGATIVE
 
 NEGATIVE_INFINITY = 0xFF800000 - (1 << 32)  # the bits of -inf
 

@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 class IndexTopK:
     """One launch of `select_by_index`."""
 
-    shapes = ("B T Hs D", "B S Hk D", "starts", "B T Hs n", "starts", "sequences")
+    shapes = ("B T Hs D", "B S Hk D", "starts", "B T Hs n", "starts", "sequences", "B T Hs n")
 
     def __init__(self, spec: IndexTopKSpec) -> None:
         self.spec = spec
@@ -34,15 +34,15 @@ class IndexTopK:
     @cute.jit
     def __call__(self, *arguments):
         """q_index, k_index, starts of queries, lists; starts of keys and positions of first queries, None where keys
-        are of the queries' tokens; keys of a sequence, multiprocessors, stream."""
-        mQ, mK, mCu, mIndices, mCu_keys, mOffset, S, multiprocessors, stream = arguments
+        are of the queries' tokens; scores, or None; keys of a sequence, multiprocessors, stream."""
+        mQ, mK, mCu, mIndices, mCu_keys, mOffset, mScores, S, multiprocessors, stream = arguments
         spec, dtype = self.spec, mQ.element_type
         sQ_layout = operand_layout(dtype, ROWS, spec.D, spec.groups)
         sK_layout = operand_layout(dtype, KEYS, spec.D, spec.stages)
         starts_of_keys = mCu if const_expr(mCu_keys is None) else mCu_keys
         scheduler = Tiles(spec, mQ, mIndices, (mCu, starts_of_keys, mCu_keys, mOffset), S)
         tma_q, tma_k = self.tma(mQ, sQ_layout, ROWS), self.tma(mK, sK_layout, KEYS)
-        self.kernel(scheduler, tma_q, tma_k, (sQ_layout, sK_layout)).launch(
+        self.kernel(scheduler, mScores, tma_q, tma_k, (sQ_layout, sK_layout)).launch(
             grid=[cutlass.min(scheduler.tiles(), multiprocessors), 1, 1],
             block=[THREADS * (spec.groups + 2), 1, 1],
             stream=stream,
@@ -58,6 +58,7 @@ class IndexTopK:
     def kernel(
         self,
         scheduler: Tiles,
+        mScores: cute.Tensor | None,
         tma_q: tuple[cute.CopyAtom, cute.Tensor],
         tma_k: tuple[cute.CopyAtom, cute.Tensor],
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
@@ -89,7 +90,7 @@ class IndexTopK:
         if number == 1:
             if const_expr(spec.registers is not None):
                 cute.arch.setmaxregister_increase(spec.registers[1])
-            BestBlocks(spec, scheduler, sScores, sColumns, sSelected, sNonnegative).run()
+            BestBlocks(spec, scheduler, sScores, sColumns, sSelected, sNonnegative, mScores).run()
         elif number == 2:
             if const_expr(spec.registers is not None):
                 cute.arch.setmaxregister_decrease(spec.registers[2])
@@ -115,7 +116,8 @@ def select_by_index(
     q_offset: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
-) -> Tensor:
+    with_scores: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """The blocks listed for each token and list.
 
     Args:
@@ -125,7 +127,8 @@ def select_by_index(
         width, max_seqlen, q_offset, cu_seqlens_k, max_seqlen_k: as for `token_topk`.
 
     Returns:
-        int32 [B, T, Hs, width], ascending, padded with -1 (packed [total, Hs, width]).
+        int32 [B, T, Hs, width], ascending, padded with -1 (packed [total, Hs, width]); and, if asked for, the blocks'
+        scores in fp32 without a scale, written where blocks are not forced.
     """
     Hs, D, packed = *q_index.shape[-2:], cu_seqlens is not None
     spec = IndexTopKSpec.of(
@@ -135,7 +138,8 @@ def select_by_index(
     S = max_seqlen_k if q_offset is not None else max_seqlen if packed else q_index.shape[1]
     width = config.list_width(S) if width is None else width
     indices = torch.empty(*q_index.shape[:-1], width, dtype=torch.int32, device=q_index.device)
+    scores = torch.empty_like(indices, dtype=torch.float32) if with_scores else None
     if indices.numel():
-        tensors = (q_index, k_index, cu_seqlens, indices, cu_seqlens_k, q_offset)
+        tensors = (q_index, k_index, cu_seqlens, indices, cu_seqlens_k, q_offset, scores)
         launch("index_topk", IndexTopK, (spec,), *tensors, S, target_sm_count())
-    return indices
+    return indices, scores

@@ -2,11 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
-from nsa_layer.kernels.select_by_token.candidates import Candidates
-from nsa_layer.kernels.select_by_token.spec import TokenTopKSpec
+from nsa_layer.kernels.select_by_tile.split_fp16 import float_of
+from nsa_layer.kernels.select_by_token.candidates import LARGEST, Candidates
+from nsa_layer.kernels.select_by_token.spec import NONNEGATIVE, TokenTopKSpec
 from nsa_layer.kernels.select_by_token.tiles import Tile
 
 
@@ -20,15 +21,24 @@ def forced_block(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> In
 
 
 @cute.jit
-def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int32, work_tile: Tile, written: Boolean):
-    """Write [n] where `written`; own: the block of the token itself."""
+def write_token_list(
+    mList: cute.Tensor,
+    mScores: cute.Tensor | None,
+    mine: Candidates,
+    kept: Int32,
+    own: Int32,
+    work_tile: Tile,
+    written: Boolean,
+):
+    """Write [n] where `written`; own: the block of the token itself; mScores: of an index, of blocks not forced."""
     spec, lanes, width = mine.spec, mine.spec.lanes, cute.size(mList)
     forced = Int32(0)
     if const_expr(spec.forced):
         forced = work_tile.forced_blocks(own)
     positions = [mine.member + lanes * i for i in range(-(-spec.n // lanes))]
     first = [mine.member + lanes * i for i in range(-(-min(spec.forced, spec.n) // lanes))]
-    blocks = [unpack_block(mine.selected[cutlass.min(i, spec.n - 1)]) for i in positions]
+    entries = [mine.selected[cutlass.min(i, spec.n - 1)] for i in positions]
+    blocks = list(map(unpack_block, entries))
     blocks += [forced_block(spec, i, own, forced) for i in first]
     if const_expr(spec.forced > spec.n):
         forced = cutlass.min(forced, spec.n)
@@ -44,7 +54,15 @@ def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int
                     if const_expr(spec.forced):
                         before[j] += spec.init + cutlass.select_(blocks[j] > own, forced - spec.init, Int32(0))
                     mList[before[j]] = blocks[j]
+                    if const_expr(mScores is not None):
+                        mScores[before[j]] = score_of(Int32(entries[j] >> 32))
             elif first[j - len(positions)] < forced:
                 mList[first[j - len(positions)] + before[j]] = blocks[j]
         for i in cutlass.range(forced + kept + mine.member, width, lanes, unroll=1):
             mList[i] = Int32(-1)
+
+
+def score_of(bits: Int32) -> Float32:
+    """The score of 31 bits that order as scores of any sign do; the last bit of fp32 is lost."""
+    ordered = (bits - NONNEGATIVE) << 1
+    return float_of(cutlass.select_(ordered < 0, ordered ^ LARGEST, ordered))

@@ -11,6 +11,7 @@ QUAD = 4  # lanes that share a key's scores
 FOUR = 4  # scores in one read
 CHUNK = 16  # blocks that a lane looks at together
 HALF_OF_SHARED = 113 * 1024  # bytes for each of a multiprocessor's two CTAs
+NONNEGATIVE = 1 << 30  # the bits of the least score from 0, where scores of any sign have 31 bits that order as they do
 SPARE = 12  # of a lane's capacity for candidates, at most, beyond its share of the best and a chunk
 
 

@@ -8,11 +8,16 @@ from cutlass import Int32, const_expr
 
 from nsa_layer.kernels.select_by_token import candidates
 from nsa_layer.kernels.select_by_token.epilogue import write_token_list
-from nsa_layer.kernels.select_by_token.spec import SCORES_READ, SCORES_WRITTEN, THREADS, WARPS, TokenTopKSpec
+from nsa_layer.kernels.select_by_token.spec import (
+    NONNEGATIVE,
+    SCORES_READ,
+    SCORES_WRITTEN,
+    THREADS,
+    WARPS,
+    TokenTopKSpec,
+)
 from nsa_layer.kernels.select_by_token.step_scores import StepValues
 from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
-
-NONNEGATIVE = 1 << 30  # the bits of the least score from 0, where scores of any sign have 31 bits that order as they do
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class BestBlocks:
         sSelected: int64 [n, tokens of a warp, WARPS], the best of them.
         sNonnegative: int32 [WARPS], set once no score below `NONNEGATIVE` enters a list of the warp any more; None
             where no one asks.
+        mScores: like the lists, for scores of their blocks that are not forced, of an index; None where no one asks.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
@@ -33,6 +39,7 @@ class BestBlocks:
     sColumns: cute.Tensor
     sSelected: cute.Tensor
     sNonnegative: cute.Tensor | None = None
+    mScores: cute.Tensor | None = None
 
     @cute.jit
     def run(self):
@@ -71,11 +78,12 @@ class BestBlocks:
             if steps > 0:
                 kept = candidates.select(mine)
             written = kept_here & (t < work_tile.end)
-            mList = self.list_of(work_tile, cutlass.min(t, work_tile.end - 1))
-            write_token_list(mList, mine, kept, own, work_tile, written)
+            of_lists = (self.scheduler.mIndices, self.mScores)
+            mList, mScores = (self.list_of(x, work_tile, cutlass.min(t, work_tile.end - 1)) for x in of_lists)
+            write_token_list(mList, mScores, mine, kept, own, work_tile, written)
             cute.arch.sync_warp()
 
-    def list_of(self, work_tile: Tile, t: Int32) -> cute.Tensor:
-        """[n]"""
+    def list_of(self, of_lists: cute.Tensor | None, work_tile: Tile, t: Int32) -> cute.Tensor | None:
+        """[n]; None of None."""
         batch = () if self.spec.packed else (work_tile.batch,)
-        return self.scheduler.mIndices[(*batch, work_tile.rows_before + t, work_tile.head, None)]
+        return None if of_lists is None else of_lists[(*batch, work_tile.rows_before + t, work_tile.head, None)]

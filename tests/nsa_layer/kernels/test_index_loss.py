@@ -61,15 +61,15 @@ def by_kernels(call: Call, rows: slice = slice(None)) -> tuple[Tensor, Saved, tu
 
     how = dict(plan=MemoryPlan(((0, call.k.shape[-2]),), (False,) * 3))
     o, saved = forward(call, **how)
-    mass = torch.zeros_like(saved.index_mass)
-    mass[:, rows] = saved.index_mass[:, rows]
-    of_rows = saved if rows == slice(None) else saved._replace(index_mass=mass)
+    dz = torch.zeros_like(saved.index_dz)
+    dz[:, rows] = saved.index_dz[:, rows]
+    of_rows = saved if rows == slice(None) else saved._replace(index_dz=dz)
     d_sums = torch.tensor([0.7, 9.0], device=o.device)
     return o, saved, backward(call, of_rows, torch.zeros_like(o), o=o, d_sums=d_sums, **how)[-2:]
 
 
-def in_pytorch(call: Call, saved: Saved) -> tuple[Saved, tuple[Tensor, ...]]:
-    """The same in fp64, by the kernels' lists and log-sum-exps; -7 for best tokens of blocks that are not free."""
+def in_pytorch(call: Call, saved: Saved) -> tuple[Saved, Tensor, tuple[Tensor, ...]]:
+    """What is saved in fp64, by the kernels' lists and log-sum-exps; free blocks; and gradients."""
     exact = call._replace(block_indices=saved.block_indices).map(Tensor.double, TENSORS)
     begin, found, grads = 0, [], []
     for batch, offset, _ in eager_forward.batches(exact):
@@ -78,31 +78,27 @@ def in_pytorch(call: Call, saved: Saved) -> tuple[Saved, tuple[Tensor, ...]]:
         of = eager_forward.saved_of_index(batch, lists, lse[None, begin:end] if call.packed else lse, offset)
         t = torch.arange(batch.q.shape[1], device=lists.device)[:, None] + offset
         free = eager_index.is_free(lists, t, call.config)
-        of_loss = of["index_mass"], of["index_tokens"].long(), free, call.spec.index_scale
-        grads.append(eager_index.loss_backward(0.7, *batch.index, *of_loss))
-        found.append((of["index_mass"], of["index_tokens"].where(free, -7), of["index_sums"]))
+        d = torch.tensor(0.7 * call.spec.index_scale)
+        grads.append(eager_index.loss_backward(d, *batch.index, of["index_dz"], of["index_tokens"].long()))
+        found.append((of["index_dz"], free, of["index_sums"]))
         begin = end
 
     def joined(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([x[0] for x in parts]) if call.packed else torch.cat([*parts])
 
-    mass, tokens, sums = zip(*found)
-    exact = Saved(index_mass=joined(mass), index_tokens=joined(tokens), index_sums=torch.stack(sums).sum(0))
-    return exact, tuple(map(joined, zip(*grads)))
+    dz, free, sums = zip(*found)
+    return Saved(index_dz=joined(dz), index_sums=torch.stack(sums).sum(0)), joined(free), tuple(map(joined, zip(*grads)))
 
 
 def assert_loss(call: Call, *, exact: bool) -> None:
-    """Best tokens, m, sums and gradients; twice the same bits. exact: scores are."""
+    """Sums and gradients; twice the same bits. exact: scores are."""
     results = by_kernels(call), by_kernels(call)
     bits = [[x for x in (o, *saved, *grads) if x is not None] for o, saved, grads in results]
     assert all(map(torch.equal, *bits))
     _, saved, grads = results[0]
-    expected, of_exact = in_pytorch(call, saved)
-    free = expected.index_tokens != -7
-    if exact:
-        assert saved.index_tokens.where(free, -7).equal(expected.index_tokens)
+    expected, free, of_exact = in_pytorch(call, saved)
     close = partial(torch.testing.assert_close, check_dtype=False)
-    close(saved.index_mass, expected.index_mass, rtol=1e-4, atol=1e-6)
+    close(saved.index_dz, expected.index_dz, rtol=1e-4, atol=1e-6)
     close(saved.index_sums, expected.index_sums, rtol=1e-4, atol=1e-4)
     assert bool(free.any()) == bool(saved.index_sums[1] > 0)
     assert any(bool(x.any()) for x in grads) == bool((free.sum(-1) > 1).any())  # one free block has no gradient
@@ -133,7 +129,7 @@ def test_loss_of_few_tokens(T: int) -> None:
 
 @pytest.mark.gpu
 def test_loss_of_earlier_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later tokens change no bit of m, best tokens, or rows of the loss, and have no gradient of these."""
+    """Later tokens change no bit of gradients of scores, or rows of the loss, and have no gradient of these."""
     from nsa_layer.cute import index_loss
 
     call, results, launched = call_of("unforced"), [], index_loss.launch
@@ -146,7 +142,7 @@ def test_loss_of_earlier_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(index_loss, "launch", noted)
         o, saved, grads = by_kernels(later, slice(T))
-        results.append((o, saved.block_indices, saved.index_mass, saved.index_tokens, *rows[0].unbind()))
+        results.append((o, saved.block_indices, saved.index_dz, *rows[0].unbind()))
         assert all(torch.equal(x[:, :T], y[:, :T]) for x, y in zip(results[0], results[-1], strict=True))
         assert not any(x[:, T:].any() for x in grads)
         assert all(bool(x.any()) == (T > 64) for x in grads)  # one free block has no gradient
@@ -160,7 +156,7 @@ def test_scores_are_those_of_the_definition_and_need_no_loss(name: str) -> None:
     alone = call._replace(spec=replace(call.spec, index_loss=False))
     pages, plan = support.pages("cute"), MemoryPlan(((0, call.k.shape[-2]),), (False,) * 3)
     without = pages.forward(alone, plan=plan)[1]
-    assert without.index_mass is without.index_sums is None and without.index_scores.equal(saved.index_scores)
+    assert without.index_dz is without.index_sums is None and without.index_scores.equal(saved.index_scores)
     exact = call._replace(block_indices=saved.block_indices).map(Tensor.double, TENSORS)
     torch.testing.assert_close(saved.index_scores, reference.attend(exact)[1].index_scores.float())
     without = pages.forward(alone._replace(spec=replace(alone.spec, index_scores=False)), plan=plan)[1]

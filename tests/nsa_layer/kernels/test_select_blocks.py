@@ -188,7 +188,7 @@ def selected(inputs: Inputs, lse: Tensor | None = None, ranges: Ranges | None = 
             cu_seqlens=inputs.cu_seqlens if ranges is None else starts_of_lengths(sizes, device), max_seqlen=max(sizes)
         )
     if case.index_dim:
-        return select_by_index(rows(q, 0), inputs.k_index, config=config, **where)
+        return select_by_index(rows(q, 0), inputs.k_index, config=config, **where)[0]
     if packed:
         where["cu_blocks"] = starts_of_lengths(map(config.compressed_length, lengths), device)
     if config.by_token:

@@ -1,4 +1,4 @@
-"""The token of each listed block with the largest index score, the first of several, and that score.
+"""The largest index score of each listed block, forced ones too.
 
 A warp has up to 32 tokens of a tile of 128 rows, goes through the tile's union of lists, and multiplies by mma.sync
 what any of its tokens lists. Operands go from memory to registers: a lane holds neighbouring numbers of a row, a
@@ -20,8 +20,8 @@ SIDE = 8  # keys of a product, and half of its tokens
 MOST_AHEAD = 256  # dimensions of keys that are loaded before the first is multiplied
 
 
-class BestTokens:
-    """Unions of lists -> best tokens.
+class ListedScores:
+    """Unions of lists -> scores of their blocks.
 
     Args:
         n: blocks of a list.
@@ -37,13 +37,12 @@ class BestTokens:
         self.words_of_block = words // self.shares
         unions = "B H M", "B H M R", f"B H M R {words}"
         starts = "starts", "starts", "sequences", "starts"
-        self.shapes = "B T H D", "B S Hk D", *unions, f"B T H {n}", *starts, f"B T H {n}"
+        self.shapes = "B T H D", "B S Hk D", *unions, *starts, f"B T H {n}"
 
     @cute.jit
     def __call__(self, *arguments):
-        """q_index, k_index; counts, blocks and bits of unions; best tokens, filled with -1; starts of packed queries
-        and keys, positions of first queries, starts of tiles; scores, filled with -inf, or None; index_scale; stream.
-        Packed tensors have a batch of one."""
+        """q_index, k_index; counts, blocks and bits of unions; starts of packed queries and keys, positions of first
+        queries, starts of tiles; scores, filled with -inf; index_scale; stream. Packed tensors have a batch of one."""
         tensors, (scale, stream) = arguments[:-2], arguments[-2:]
         B, H, M = tensors[2].shape
         grid = [cute.ceil_div(B * H * M * self.warps, WARPS), 1, 1]
@@ -51,7 +50,7 @@ class BestTokens:
 
     @cute.kernel
     def kernel(self, tensors: tuple, scale: Float32):
-        q, k, counts, blocks, bits, best, cu, cu_keys, q_offset, cu_tiles, scores = tensors
+        q, k, counts, blocks, bits, cu, cu_keys, q_offset, cu_tiles, scores = tensors
         B, H, M = counts.shape
         job = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         part, tile = job % self.warps, job // self.warps
@@ -67,8 +66,7 @@ class BestTokens:
             if const_expr(q_offset is not None):
                 position += q_offset[sequence]
             of_keys = cute.domain_offset((first_key, 0), k[batch, None, head % k.shape[2], None])
-            outputs = tuple(None if const_expr(x is None) else x[batch, None, head, None] for x in (best, scores))
-            of_head = q[batch, None, head, None], of_keys, *outputs
+            of_head = q[batch, None, head, None], of_keys, scores[batch, None, head, None]
             union = counts[batch, head, m], blocks[batch, head, m, None], bits[batch, head, m, None, None]
             self.visit(of_head, union, row, position, keys, part, scale)
 
@@ -76,7 +74,7 @@ class BestTokens:
     def visit(self, of_head: tuple, union: tuple, row: Int32, position: Int32, keys: Int32, part: Int32, scale):
         """All entries of a union, for a warp's tokens; row and position: of the first of them; part: its number in the
         tile."""
-        (q, k, best, of_blocks), (count, blocks, bits) = of_head, union
+        (q, k, of_blocks), (count, blocks, bits) = of_head, union
         halves, steps, each = self.halves, self.D // 16, self.D // 4
         products = UNION_BLOCK // self.shares // SIDE  # of an entry's block
         ahead = min(products, max(1, MOST_AHEAD // self.D))
@@ -91,7 +89,7 @@ class BestTokens:
             cute.autovec_copy(cute.local_tile(q[at, None], (each,), (x,)), loaded[None, 0])
             for i in cutlass.range_constexpr(each):
                 a[(i % 2, half % 2, i // 2 % 2), half // 2, i // 4] = loaded[i, 0]
-        listed, current, tokens = (cute.make_rmem_tensor((halves,), Int32) for _ in range(3))
+        listed, current = (cute.make_rmem_tensor((halves,), Int32) for _ in range(2))
         tops, scores = (cute.make_rmem_tensor((halves,), Float32) for _ in range(2))
         listed.fill(0)
         current.fill(-1)
@@ -108,7 +106,6 @@ class BestTokens:
                 word = words[share]
                 if word != 0:
                     scores.fill(-Float32.inf)
-                    tokens.fill(0)
                     for i in cutlass.range_constexpr(products):
                         if const_expr(i % ahead == 0):
                             for n in cutlass.range_constexpr(ahead):
@@ -126,14 +123,13 @@ class BestTokens:
                             own = position + half * SIDE + g - first - 2 * x
                             for c in cutlass.range_constexpr(2):
                                 score = acc[(c, half % 2), half // 2, 0]
-                                better = (score > scores[half]) & (column + c <= own)
-                                scores[half] = cutlass.select_(better, score, scores[half])
-                                tokens[half] = cutlass.select_(better, column + c, tokens[half])
+                                score = cutlass.select_(column + c <= own, score, -Float32.inf)
+                                scores[half] = cutlass.max(scores[half], score)
                     block = (
                         (first // UNION_BLOCK * self.shares + share) * UNION_BLOCK // max(UNION_BLOCK, self.block_size)
                     )
                     for half in cutlass.range_constexpr(halves):
-                        score, token = of_quad(scores[half], first + tokens[half] + 2 * x)
+                        score = cute.arch.warp_reduction_max(scores[half], threads_in_group=4)
                         if (word >> (half * SIDE + g)) & 1 == 1:
                             is_new = block != current[half]
                             if is_new:
@@ -142,15 +138,5 @@ class BestTokens:
                             if is_new | (score > tops[half]):
                                 tops[half] = score
                                 if x == 0:
-                                    best[row + half * SIDE + g, listed[half] - 1] = token
-                                    if const_expr(of_blocks is not None):
-                                        of_blocks[row + half * SIDE + g, listed[half] - 1] = score * scale
+                                    of_blocks[row + half * SIDE + g, listed[half] - 1] = score * scale
 
-
-def of_quad(score: Float32, token: Int32) -> tuple[Float32, Int32]:
-    """The largest score of a quad's lanes, and its token, the first of several."""
-    for mask in (1, 2):
-        other, of_other = (cute.arch.shuffle_sync_bfly(value, mask) for value in (score, token))
-        better = (other > score) | ((other == score) & (of_other < token))
-        score, token = cutlass.select_(better, other, score), cutlass.select_(better, of_other, token)
-    return score, token
