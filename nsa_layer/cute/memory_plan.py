@@ -160,10 +160,11 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     saved_lists = 0 if sizes.listed or not selects else tiles * sizes.Hkv * (width + (not sizes.unions)) * 4
     # Of one branch lists of queries are freed before those of keys are made, and the output is the branch's.
     backward = 2 * row_numbers + 2 * compressed + (max(lists, late) if sizes.one_branch else lists + late)
-    if sizes.index_row:  # by block of a list, in fp32: log-sum-exps of query heads; probabilities, and tokens
+    if sizes.index_row:  # by block of a list, in fp32: log-sum-exps of query heads; scores, and their gradients
         selection += 4 * tokens * query_heads * width * -(-config.block_size // UNION_BLOCK)
-        saved_lists += 8 * tokens * sizes.Hkv * width
-        backward = max(backward, 8 * tokens * sizes.Hkv * width)  # tokens of each block, and gradients of scores
+        selection += 4 * tokens * heads * width
+        saved_lists += 4 * tokens * sizes.Hkv * width
+        backward = max(backward, 8 * tokens * sizes.Hkv * width)  # tokens of each block, and of each score
     # A group's own are joined to those of all heads, which there are without backward, too.
     selection += (not sizes.needs_grad) * saved_lists + (heads < sizes.Hkv) * saved_lists * heads // sizes.Hkv
     gates = len(config.branches) * (sizes.gate != "none")
