@@ -57,9 +57,7 @@ class BlockSums:
             is_second = self.row > 0
             top = cutlass.select_(is_second, softmax.top(1), softmax.top(0))
             for i in cutlass.range_constexpr(len(parts)):
-                first, second = (
-                    _tree_sum([P[r, i * count + c] for c in range(count)]) for r in range(ROWS_OF_THREAD)
-                )
+                first, second = (_tree_sum([P[r, i * count + c] for c in range(count)]) for r in range(ROWS_OF_THREAD))
                 other = cute.arch.shuffle_sync_bfly(cutlass.select_(is_second, first, second), 1)
                 total = cutlass.select_(is_second, second, first) + other
                 total += cute.arch.shuffle_sync_bfly(total, 2)

@@ -55,7 +55,8 @@ class IndexKeyGradient:
         tensors, (scale, stream) = arguments[:-2], arguments[-2:]
         lists, ends, dk = tensors[2], tensors[6], tensors[13]
         blocks = (ends.shape[0] - 1) // (lists.shape[0] * lists.shape[2])
-        grid, shared = blocks * dk.shape[0] * dk.shape[2], 1024 + (6 * self.D + 16) * self.block_size + 12 * WARP * self.warps
+        grid = blocks * dk.shape[0] * dk.shape[2]
+        shared = 1024 + 6 * self.D * self.block_size + 12 * WARP * self.warps  # bytes, rounded up
         self.kernel(tensors, blocks, scale).launch(
             grid=[grid, 1, 1], block=[self.warps * WARP, 1, 1], stream=stream, min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=min(100, -(-100 * self.ctas * shared // SHARED)),

@@ -139,4 +139,3 @@ class ListedScores:
                                 tops[half] = score
                                 if x == 0:
                                     of_blocks[row + half * SIDE + g, listed[half] - 1] = score * scale
-
