@@ -72,8 +72,8 @@ def test_a_branch_that_is_not_there_takes_no_memory() -> None:
     assert one["saved"] == (1 << 16) * (32 * (128 * 2 + 2 * 4) + 8 * 16 * 4)
     assert one["forward"] < whole["forward"] and one["backward"] < whole["backward"] - 4 * (1 << 16) * 32 * 128
     loss = predict(sizes._replace(index_row=512), 8, ALL)
-    assert loss["saved"] - one["saved"] == (1 << 16) * 8 * 16 * 8
-    assert loss["forward"] - one["forward"] == (1 << 16) * 32 * 16 * 4
+    assert loss["saved"] - one["saved"] == (1 << 16) * 8 * 16 * 4
+    assert loss["forward"] - one["forward"] == (1 << 16) * (32 + 8) * 16 * 4
     window = predict(sizes._replace(config=TOKENS.replace(branches=("window",))), 8, ALL)
     assert window["saved"] == (1 << 16) * 32 * (128 * 2 + 2 * 4)
     assert predict(sizes._replace(config=config.replace(branches=ALL_BRANCHES)), 8, ALL) == whole

@@ -125,7 +125,7 @@ def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
     each = {"_flash_attn_fwd": 3, "token_topk": 1, "union_lists": 2, "_flash_attn_bwd": 2}
     each = each if case.causal else {"_flash_attn_fwd": 1, "token_topk": 1, "_flash_attn_bwd": 1, "union_lists": 0}
     if case.index_dim:
-        each = dict.fromkeys(("_flash_attn_fwd", "index_topk", "index_loss", "index_dq"), 1)
+        each = dict.fromkeys(("_flash_attn_fwd", "index_topk", "index_loss", "index_dk"), 1)
         each |= {"union_lists": 2, "_flash_attn_bwd": 0}
     assert {kernel: launched[kernel] for kernel in each} == {kernel: n * len(shards) for kernel, n in each.items()}
     assert got.grads["k"].shape == got.grads["v"].shape == make_inputs(case).k.shape
