@@ -24,7 +24,7 @@ SIDE = 8  # rows of a quarter of a warp's tokens, and columns of a product
 QUARTERS = WARP // SIDE  # of a warp's tokens
 MOST_KEYS, MOST_DIMS = 64, 32  # of a warp's sums
 VECTOR = 8  # numbers of 16 bytes
-CTAS, SHARED = 4, 228 * 1024  # of a multiprocessor
+CTAS, SHARED = 3, 228 * 1024  # of a multiprocessor
 
 
 class IndexKeyGradient:
