@@ -1,14 +1,12 @@
 """Block lists: made from tables, windows and BlockMasks, transposed, and with semaphore values; on GPUs too."""
 
-import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from flash_attn.cute import block_sparsity
 from flash_attn.cute.block_lists import (
@@ -25,6 +23,8 @@ from fuzz.attention_lists import both_directions
 from fuzz.blocks import each_tensor, table_of
 from fuzz.case import Blocks
 from fuzz.properties.lists import same
+from nsa_tools.measure.peak_memory import peak_bytes
+from nsa_tools.measure.timing import capture, interleaved
 
 
 def test_window_at_scale() -> None:
@@ -82,33 +82,6 @@ def test_picture(tmp_path: Path) -> None:
         at = row.nonzero().flatten().tolist()
         assert [texts[m, n] for n in at] == list(range(len(at)))
     assert (tmp_path / "lists.png").stat().st_size > 1000
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made meanwhile held at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
-        result = func(*args, **(kwargs or {}))
-        for storage in [t.untyped_storage() for t in tree_leaves(result) if torch.is_tensor(t)]:
-            if storage._cdata not in before | self.known:
-                self.known.add(storage._cdata)
-                self.hold(storage.nbytes())
-                weakref.finalize(storage, self.release, storage._cdata, storage.nbytes())
-        return result
-
-    def hold(self, size: int) -> None:
-        self.held += size
-        self.most = max(self.most, self.held)
-
-    def release(self, storage: int, size: int) -> None:
-        self.known.discard(storage)
-        self.held -= size
 
 
 def arguments(forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> tuple[torch.Tensor | None, ...]:
@@ -201,25 +174,19 @@ def band(heads: int, blocks: int, listed: int, capacity: int) -> tuple[torch.Ten
     return tuple(sides)
 
 
-def peak_bytes(function: Any, *args: Any, **options: Any) -> int:
-    with PeakBytes() as peak:
-        function(*args, **options)
-        return peak.most
-
-
 @pytest.mark.parametrize("blocks", [512, 4096])
 def test_narrow_rows_take_memory_by_the_block(blocks: int) -> None:
     """No table of all pairs of blocks, from lists or, as upstream has it too, from a BlockMask."""
     heads, listed, capacity = 2, 5, 8
     lists = band(heads, blocks, listed, capacity)
     places = 2 * heads * blocks * capacity
-    assert peak_bytes(compute_dq_write_order, *lists) <= 80 * places
-    bounded = peak_bytes(compute_dq_write_order, *lists, listed=heads * blocks * listed)
+    assert peak_bytes(lambda: compute_dq_write_order(*lists), "cpu") <= 80 * places
+    bounded = peak_bytes(lambda: compute_dq_write_order(*lists, listed=heads * blocks * listed), "cpu")
     assert bounded <= 80 * heads * blocks * listed + 8 * places
     mask = SimpleNamespace(as_tuple=lambda: (blocks * 128, blocks * 128, *lists))
-    assert peak_bytes(block_sparsity.compute_dq_write_order_from_block_mask, mask) <= 80 * places
-    locks = block_sparsity.compute_dq_write_order_from_block_mask(mask)
-    assert_equal(locks, compute_dq_write_order(*lists))
+    of_mask = partial(block_sparsity.compute_dq_write_order_from_block_mask, mask)
+    assert peak_bytes(of_mask, "cpu") <= 80 * places
+    assert_equal(of_mask(), compute_dq_write_order(*lists))
 
 
 def test_width_and_bound() -> None:
@@ -271,9 +238,7 @@ def test_lists_are_made_without_a_wait_and_in_graphs() -> None:
         found = made_of(*on_gpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = made_of(*on_gpu)
+    graph, captured = capture(lambda: made_of(*on_gpu))
     graph.replay()
     for made in (found, captured):
         assert_equal(tuple(t.cpu() for t in made), tuple(expected))
@@ -291,18 +256,9 @@ def test_an_order_of_writes_at_a_million_tokens() -> None:
     forward = BlockSparseTensorsTorch(cnt, idx, block_size=(128, 128))
     backward = transpose_lists(forward, M)
     arguments = (cnt, idx, None, None, backward.mask_block_cnt, backward.mask_block_idx, None, None)
-    compute_dq_write_order(*arguments, spt=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before, times = torch.cuda.memory_allocated(), []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        order = compute_dq_write_order(*arguments, spt=True)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    used = torch.cuda.max_memory_allocated() - before
-    assert order[0].shape == backward.mask_block_idx.shape and int(order[0].max()) == listed - 1
+    call = partial(compute_dq_write_order, *arguments, spt=True)
+    (order, _), used = call(), peak_bytes(call, "cuda")
+    assert order.shape == backward.mask_block_idx.shape and int(order.max()) == listed - 1
     assert used < 1 << 30, f"{used / 2**30:.2f} GiB"
+    times = interleaved({"order": call}, repeats=10, device="cuda")["order"]
     assert min(times) < 3, f"{min(times):.2f} ms"
