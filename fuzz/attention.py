@@ -38,9 +38,8 @@ def make_inputs(case: Attention, device: str = "cuda") -> Inputs:
 
     def tensor(side: int, heads: int, width: int, scale: float = 1.0) -> torch.Tensor:
         lead = (sum(pair[side] for pair in case.packed),) if case.packed else (case.B, case.lengths[0][side])
-        return laid_out(
-            scale * torch.randn(*lead, heads, width, dtype=getattr(torch, case.dtype), device=device), case.layout
-        )
+        x = torch.randn(*lead, heads, width, dtype=getattr(torch, case.dtype), device=device)
+        return laid_out(scale * x, case.layout)
 
     torch.manual_seed(case.seed)
     Dv, keys = case.Dv or case.D, max(pair[1] for pair in case.lengths)

@@ -51,9 +51,8 @@ class Calls:
         else:
             caches |= dict.fromkeys(("k_cmp", "v_cmp"), (ROOM // case.stride, 2, 8))
         for b in range(B):
-            own = {
-                name: torch.randn(ROOM, *row, dtype=torch.float64, generator=generator) for name, row in rows.items()
-            }
+            options = dict(dtype=torch.float64, generator=generator)
+            own = {name: torch.randn(ROOM, *row, **options) for name, row in rows.items()}
             for name, x in own.items() if b else ():
                 x[:prefix] = self.tokens[0][name][:prefix]
             self.tokens.append(own)

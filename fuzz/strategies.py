@@ -155,11 +155,7 @@ def configs(draw: st.DrawFn) -> NSAConfig:
         rule = dict(rule="seed", compress_offset=0, init_blocks=0, local_blocks=0)
     else:
         stride = draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
-        rule = dict(
-            compress_stride=stride,
-            compress_offset=draw(st.none() | st.integers(-20, 40)),
-            **draw(forced()),
-        )
+        rule = dict(compress_stride=stride, compress_offset=draw(st.none() | st.integers(-20, 40)), **draw(forced()))
     wider = draw(st.booleans())
     tiles = [n for n in (2, 4, 8, 16, 32) if n % size == 0 or size % n == 0]
     if tiles and wider:

@@ -170,9 +170,8 @@ def picture() -> str:
                 arrows[own].add(other)
     lines = ["```mermaid", "flowchart TD"]
     for package in MAY_IMPORT:
-        inside = {
-            own[1]: {to[1] for to in arrows[own] if to[0] == package} for own in sorted(arrows) if own[0] == package
-        }
+        folders = [own for own in sorted(arrows) if own[0] == package]
+        inside = {own[1]: {to[1] for to in arrows[own] if to[0] == package} for own in folders}
         drawn = [f"        {name} --> {' & '.join(sorted(to))}" for name, to in inside.items() if to]
         lines += [f"    subgraph {package}", *drawn, "    end"] if drawn else []
     for own in sorted(arrows):
@@ -278,10 +277,8 @@ def test_a_name_of_host_code_has_one_meaning() -> None:
         if file.is_relative_to(ROOT / "nsa_layer" / "kernels"):
             continue  # sizes and steps of one kernel
         for node in ast.parse(file.read_text()).body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            names = {
-                x.id for target in targets if target is not None for x in ast.walk(target) if isinstance(x, ast.Name)
-            }
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", ast.Pass())]
+            names = {x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)}
             for name in names | ({node.name} if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else set()):
                 where[name].add(str(file))
     assert {name for name, modules in where.items() if len(modules) > 1} <= SHARED

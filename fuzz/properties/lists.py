@@ -161,7 +161,7 @@ def wrong_ones_are_refused(case: Blocks) -> None:
     """One wrong entry anywhere is a ValueError; right lists pass, of one direction alone too."""
     forward, backward = both_directions(replace(case, spare=0))
     sizes = dict(seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H, batch_size=case.B)
-    for lists in ((forward, backward), (forward, None), (None, backward)):
+    for lists in ((forward, backward), (forward, None), (None, backward), (None, None)):
         validate_lists(*lists, **sizes, ascending=not case.shuffle)
     spt = case.launch == "right to left"
     order, order_full = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)

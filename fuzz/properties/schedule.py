@@ -78,10 +78,8 @@ def plans_end(case: Blocks) -> None:
     Hkv = case.H // case.group
     options = dict(num_heads=case.H, num_heads_kv=Hkv, num_q_blocks=case.M, longest=case.longest)
     planned = plan_backward(backward, deterministic=True, schedule=schedule, **options)
-    entries_and_locks = [
-        t.expand(case.B, case.H, *t.shape[2:]) for t in (planned.mask_block_idx, planned.dq_write_order)
-    ]
-    tiles = []
+    both = (planned.mask_block_idx, planned.dq_write_order)
+    entries_and_locks, tiles = [t.expand(case.B, case.H, *t.shape[2:]) for t in both], []
     for b, h, n, begin, end, rank in planned.plan.tolist():
         entries, locks = (t[b, h, n, begin:end].tolist() for t in entries_and_locks)
         steps = [((b, h, entry // 2), lock) for entry, lock in zip(entries, locks, strict=True)]

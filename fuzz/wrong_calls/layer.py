@@ -412,9 +412,8 @@ def in_a_pack(cu_seqlens: object, x: torch.Tensor | None = None) -> Together:
 
 
 def other_layer(**changes: Any) -> Together:
-    return Together(
-        layer=NSAttention(32, num_heads=4, num_kv_heads=2, config=CONFIG, **changes), positions=torch.arange(T)
-    )
+    layer = NSAttention(32, num_heads=4, num_kv_heads=2, config=CONFIG, **changes)
+    return Together(layer=layer, positions=torch.arange(T))
 
 
 def with_cache(options: dict[str, Any] | None = None, **changes: Any) -> Together:

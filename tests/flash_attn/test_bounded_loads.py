@@ -139,9 +139,7 @@ def mla_loads(heads: int, queries: int, one_cta: str) -> tuple[int, int]:
     ("heads", "queries", "one_cta", "expected"),
     [(128, 300, "0", (3, 2)), (128, 300, "1", (2, 0)), (64, 1, "1", (2, 2))],
 )
-def test_loads_of_mla(
-    compiler_sm100: Worker, heads: int, queries: int, one_cta: str, expected: tuple[int, int]
-) -> None:
+def test_mla_loads(compiler_sm100: Worker, heads: int, queries: int, one_cta: str, expected: tuple[int, int]) -> None:
     """k and v, with a pair of CTAs v transposed too; not q, whose heads are rows."""
     assert compiler_sm100.trace(mla_loads, heads, queries, one_cta) == expected
 

@@ -123,8 +123,7 @@ def test_gradients_of_tensors_with_odd_strides(block_k: int) -> None:
     x = make_inputs(case)
     o, lse = forward(case, x)
     lists = dict(block_sparse_tensors=backward_lists(case), block_sparse_tensors_fwd=forward_lists(case))
-    tensors = (x.q, x.k, x.v, o, x.do, lse)
-    expected, got = (
-        _flash_attn_bwd(*given, causal=True, passes=2, **lists) for given in (tensors, tuple(map(odd, tensors)))
-    )
+    tensors = [x.q, x.k, x.v, o, x.do, lse]
+    both = (tensors, map(odd, tensors))
+    expected, got = (_flash_attn_bwd(*given, causal=True, passes=2, **lists) for given in both)
     assert all(map(torch.equal, expected, got)) and all(t.isfinite().all() for t in got)

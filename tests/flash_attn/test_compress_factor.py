@@ -124,7 +124,6 @@ def test_split_keys() -> None:
     for seed, (T_q, T_k, factor, offset) in enumerate([(8, 2000, 1, -1990), (8, 2000, 1, 3), (300, 900, 2, -1000)]):
         case = replace(FIXED, T_q=T_q, T_k=T_k, compress=(factor, offset), seed=seed)
         x = make_inputs(case)
-        o, *_ = _flash_attn_fwd(
-            x.q, x.k, x.v, causal=True, compress_factor=factor, compress_offset=offset, num_splits=4
-        )
+        static = dict(causal=True, compress_factor=factor, compress_offset=offset, num_splits=4)
+        o, *_ = _flash_attn_fwd(x.q, x.k, x.v, **static)
         assert_forward(case, x, o)

@@ -81,9 +81,7 @@ def large_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...
     "tile_m,tile_n,group,cases",
     [(*tiles, group, small_cases) for tiles, group in in_order(TILES, *GROUPS)] + [(128, 128, 8, large_cases)],
 )
-def test_kernels_visit_these_ranges(
-    compiler_sm90: Worker, tile_m: int, tile_n: int, group: int, cases: Callable
-) -> None:
+def test_kernels_visit_ranges(compiler_sm90: Worker, tile_m: int, tile_n: int, group: int, cases: Callable) -> None:
     table = torch.tensor(list(cases(tile_m, tile_n, group)), dtype=torch.int32)
     got = compiler_sm90.run(kernel_ranges, table, tile_m, tile_n, group)
     for case, ranges in zip(table.tolist(), got.tolist()):

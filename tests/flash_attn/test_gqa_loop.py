@@ -166,9 +166,8 @@ def test_groups_are_looped_over_where_no_list_is_long(
     forward, backward = (tables(capacity=(width,), rows=(1, of_lists, tokens // 128)) for width in widths)
     assert two_pass.loops_over_group(forward, backward, q, v) is expected
     call = dict(arch=90, q=q, v=v, deterministic=False)
-    assert (
-        two_pass.use_split_dq(None, forward=forward, backward=backward, **call) is expected
-    )  # else one pass is faster
+    # Else one pass is faster.
+    assert two_pass.use_split_dq(None, forward=forward, backward=backward, **call) is expected
     wide = tables(capacity=(widths[0], 17), rows=(1, of_lists, tokens // 128))
     assert not two_pass.use_split_dq(None, forward=wide, backward=backward, **call)  # it has less to wait for
     planned = backward._replace(plan=torch.empty(1, 6, device="meta"))

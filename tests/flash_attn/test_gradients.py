@@ -63,9 +63,7 @@ def key_ranks(ctas: list[tuple[int, ...]], shares: int, group: int) -> list[int]
 
 
 @pytest.mark.parametrize("heads,group,name", [(3, 3, "LastKeysFirstScheduler"), (12, 3, "PairedHeadsScheduler")])
-def test_deterministic_adds_are_in_the_order_of_the_launch(
-    compiler_sm90: Worker, heads: int, group: int, name: str
-) -> None:
+def test_deterministic_adds_follow_the_launch(compiler_sm90: Worker, heads: int, group: int, name: str) -> None:
     ctas, added = compiler_sm90.run(launched, SHARES, heads, name), Counter[tuple[int, ...]]()
     assert len(set(ctas)) == len(ctas)
     for (n, head, batch, share), rank in zip(ctas, compiler_sm90.run(key_ranks, ctas, SHARES, group), strict=True):

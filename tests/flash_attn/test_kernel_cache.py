@@ -60,9 +60,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
     return kept
 
 
-def test_another_folder_may_be_named_or_none(
-    kept: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_may_be_named(kept: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert kept(tmp_path) and cache_utils.get_cache_path() == tmp_path
     monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", False)
     assert not kept(tmp_path)
@@ -70,9 +68,7 @@ def test_another_folder_may_be_named_or_none(
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777, 0o720, 0o2775])
 @pytest.mark.parametrize("inner", [False, True])
-def test_a_folder_that_others_may_write_to_is_not_used(
-    kept: Callable[..., bool], tmp_path: Path, inner: bool, mode: int
-) -> None:
+def test_a_folder_of_others_is_not_used(kept: Callable[..., bool], tmp_path: Path, inner: bool, mode: int) -> None:
     """inner: the folder within it that holds one kind of kernels is the one that others may write to."""
     folder = tmp_path / "kernels"
     assert kept(folder)

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import (
-    Worker,
-    compile_backward,
-    kernel_fields,
-    noted,
-    only_hosts,
-)
+from fa_compile import Worker, compile_backward, kernel_fields, noted, only_hosts
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import rows as list_rows
@@ -90,10 +84,8 @@ def test_entries_are_read_in_place_with_their_semaphore_values(rank: int) -> Non
     """Entries of a slice of a wider table, one that heads share; semaphore values of another layout are copied."""
     table = torch.arange(2 * 3 * 8, dtype=torch.int32).view(2, 3, 8)
     idx = table[:, :, 2:6] if rank == 3 else table.view(2, 24)[:, 4:20]
-    lists = BlockSparseTensorsTorch(
-        torch.full((2, 3), 4, dtype=torch.int32), idx, cu_total_m_blocks=torch.tensor([0, 1, 3])
-    )
-    across = torch.tensor([0, 4, 8])
+    counts, across = torch.full((2, 3), 4, dtype=torch.int32), torch.tensor([0, 4, 8])
+    lists = BlockSparseTensorsTorch(counts, idx, cu_total_m_blocks=torch.tensor([0, 1, 3]))
 
     def rows(lists: Any, tensor: torch.Tensor) -> list[list[list[int]]]:
         return [[tensor[at : at + 4].tolist() for at in head] for head in lists.cu_block_idx_offsets.tolist()]

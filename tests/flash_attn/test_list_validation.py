@@ -52,19 +52,6 @@ def message(*lists: Lists | None, **options: Any) -> str:
     return said(validate_lists, *lists, **SIZES | options)
 
 
-def test_right_lists_pass() -> None:
-    forward, backward = batch_lists()
-    for lists, options in (
-        ((forward, backward), dict(ascending=True)),
-        ((forward,), {}),
-        ((None, backward), {}),
-        ((None, None), {}),
-        ((forward, backward._replace(spt=False)), {}),
-        ((forward, backward), dict(order=torch.arange(4))),
-    ):
-        validate_lists(*lists, **SIZES, **options)
-
-
 OUT = ", expected a key block of 0 .. 3"
 CAPACITY = ", expected 0 .. 4, the capacity of its row"
 TRANSPOSE = "backward lists must be the transpose of forward lists"

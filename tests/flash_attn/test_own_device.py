@@ -58,9 +58,7 @@ def test_a_call_asks_the_gpu_of_its_tensors(gpus: SimpleNamespace, index: int) -
     assert call("no GPU's", q=torch.empty(2)) == (0, 90)
 
 
-def test_attention_and_its_backward_ask_the_gpu_of_their_tensors(
-    gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_asks_the_gpu_of_its_tensors(gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn.cute import interface
     from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 

@@ -25,10 +25,8 @@ def pack(*lengths: int) -> dict[str, Any]:
 def calls(base: Case) -> list[tuple[Case, Inputs]]:
     """A compressed-causal call, one with block lists, or packed a causal one, which has tiles of its own at head
     dimension 64, and one with a window, over the same queries; the latter two over the same keys."""
-    blocks = (
-        dict(packed=tuple((n, n // FACTOR) for n, _ in base.packed)) if base.packed else dict(T_k=base.T_q // FACTOR)
-    )
-    compressed = replace(base, compress=(FACTOR, FACTOR - 1), **blocks)
+    lengths = dict(packed=tuple((n, n // FACTOR) for n, _ in base.packed), T_k=base.T_q // FACTOR)
+    compressed = replace(base, compress=(FACTOR, FACTOR - 1), **lengths)
     plan = dict(plan=32, launch="right to left") if base.Hq != base.Hkv or base.deterministic else {}
     listed = {} if base.packed else dict(lists="both", block=(128, 64), **plan)
     x = make_inputs(base)
@@ -209,9 +207,8 @@ def test_shared_calls_give_the_sum_of_separate_ones(options: dict[str, Any]) -> 
     for name, mine, expected in zip(("dq", "dk", "dv", "dk_cmp", "dv_cmp"), got, (*sums, *parts[0][3:])):
         # Where a row sees one key its scores have no gradient: what is left is fp32 rounding of its terms.
         limit = max(5e-3 * float(expected.float().abs().max()), 1e-5)
-        torch.testing.assert_close(
-            mine.float(), expected.float(), rtol=2e-2, atol=limit, msg=lambda m: f"{name} of {base}: {m}"
-        )
+        close = dict(rtol=2e-2, atol=limit, msg=lambda m: f"{name} of {base}: {m}")
+        torch.testing.assert_close(mine.float(), expected.float(), **close)
     if base.deterministic:
         again = shared_gradients(called, None, parts, before)
         assert all(map(torch.equal, got, again)), base

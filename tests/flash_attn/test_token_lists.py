@@ -78,12 +78,7 @@ CASES = [
     tokens((100, 200), (1, 101), (300, 400), Hkv=1, by_head=True, add=True, **PACKED),
     tokens((100, 120), (1, 21), (300, 320), G=8, Hkv=1, keys=32, add=True, **PACKED),
 ]
-SUMS = [
-    CASES[2],
-    tokens(*((500, 500),) * 2),
-    tokens(*((500, 500),) * 2, G=160),
-    *(CASES[i] for i in (7, 8, 10)),
-]
+SUMS = [CASES[2], tokens(*((500, 500),) * 2), tokens(*((500, 500),) * 2, G=160), *(CASES[i] for i in (7, 8, 10))]
 BATCH = tokens(*((300, 768),) * 2, G=4)
 BEHIND = tokens((300, 768), (1, 768), (77, 768), G=4, form="compact")
 
@@ -240,7 +235,7 @@ BY_WARP += [
 
 
 @pytest.mark.parametrize(("compile_", "case", "most"), BY_WARP)
-def test_registers_suffice_by_warp(
+def test_registers_by_warp(
     compiler_sm100: Worker, compile_: Callable[..., None], case: TokenCase, most: list[int]
 ) -> None:
     found = sum((code.stack for code in compiler_sm100.run(machine_code, compile_, case)), [])

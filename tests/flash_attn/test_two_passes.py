@@ -101,10 +101,8 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
     block, D = changes.pop("block", (128, 128)), changes.pop("D", 128)
     of_keys = changes.pop("block_of_backward", block)
     x = torch.empty(1, 512, 4, D, dtype=changes.pop("dtype", torch.bfloat16), device="meta")
-    lists = dict(
-        forward=tables(block, changes.pop("capacity", (9,))), backward=tables(of_keys, **changes.pop("fields", {}))
-    )
-    given = dict(arch=90, q=x, v=x, deterministic=False, **lists)
+    forward, backward = tables(block, changes.pop("capacity", (9,))), tables(of_keys, **changes.pop("fields", {}))
+    given = dict(arch=90, q=x, v=x, deterministic=False, forward=forward, backward=backward)
     return two_pass.use_split_dq(passes, **(given | changes))
 
 
@@ -203,9 +201,7 @@ def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [ONE_HEAD, STACKED, replace(STACKED, plan=3, deterministic=True, launch="right to left")],
-    ids=str,
+    "case", [ONE_HEAD, STACKED, replace(STACKED, plan=3, deterministic=True, launch="right to left")], ids=str
 )
 def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
     """Deterministic by default, without an order of adds to dq; nothing in fp32 is as large as dq."""
@@ -330,9 +326,8 @@ def test_what_else_reaches_both_passes(given: str) -> None:
         x = replace(x, do=x.do[:, :1].expand(x.do.shape), v=x.v[:1].expand(x.v.shape))
     expected, got = ([t.clone() for t in gradients(case, x, o, lse, **more, passes=passes)] for passes in (1, 2))
     if given == "seqused_k":  # nobody writes past the keys in use
-        kept = (torch.arange(case.T_k, device="cuda") < torch.tensor(case.used, device="cuda")[:, None])[
-            ..., None, None
-        ]
+        used = torch.tensor(case.used, device="cuda")[:, None]
+        kept = (torch.arange(case.T_k, device="cuda") < used)[..., None, None]
         for of in (expected, got):
             of[1:] = [torch.where(kept, t, 0) for t in of[1:]]
     assert_alike(got, expected)

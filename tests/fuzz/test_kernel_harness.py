@@ -136,9 +136,8 @@ def test_rows_are_no_wider_than_there_are_blocks(pattern: str) -> None:
         for T_q, T_k in ((1, 1), (300, 1), (1, 300), (300, 400)):
             case = replace(kind, T_q=T_q, T_k=T_k, pattern=pattern, shuffle=True, spare=5)
             for lists, (most, *_) in zip(both_lists(case, "cpu").values(), (blocks(case, 1), blocks(case, 0))):
-                assert all(
-                    1 <= x.shape[3] <= most for x in (lists.mask_block_idx, lists.full_block_idx) if x is not None
-                )
+                rows = (lists.mask_block_idx, lists.full_block_idx)
+                assert all(1 <= x.shape[3] <= most for x in rows if x is not None)
 
 
 def test_lists_made_on_a_device() -> None:

@@ -178,9 +178,7 @@ def test_a_soak_has_steps_of_every_kind_first() -> None:
 
 
 @pytest.mark.parametrize(("grown", "code"), [(0, 0), (0.1, 1)])
-def test_a_soak_says_what_came_out(
-    grown: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_soak_says(grown: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     samples = [soak.Sample(float(at), 100 + grown * at, 5, 8) for at in range(0, 100, 5)]
     monkeypatch.setattr(soak, "soak", lambda *given: samples)
     assert soak.main(["--minutes", str(100 / 60), "--device", "cpu"]) == code

@@ -20,9 +20,7 @@ from fuzz.properties.models import prompts
 Has = Callable[[Any], object]
 # Those that follow from several drawn values; that choices and flags are drawn, is hypothesis's.
 FEATURES: dict[Callable, dict[str, Has]] = {
-    strategies.blocks: {
-        "a slot for all": lambda c: c.slots >= max(2, c.B * c.H * c.N),
-    },
+    strategies.blocks: {"a slot for all": lambda c: c.slots >= max(2, c.B * c.H * c.N)},
     strategies.packed: {
         "an empty sequence": lambda c: any(0 in pair for pair in c.packed),
         "nothing in a sequence": lambda c: (0, 0) in c.lengths,

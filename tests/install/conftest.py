@@ -56,9 +56,8 @@ class Environment:
 
     def run(self, *args: str, cwd: Path, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run this environment's Python and expect an exit status."""
-        done = subprocess.run(
-            [self.python, *args], cwd=cwd, env=self.variables | variables, capture_output=True, text=True
-        )
+        how = dict(cwd=cwd, env=self.variables | variables, capture_output=True, text=True)
+        done = subprocess.run([self.python, *args], **how)
         assert done.returncode == status, done.stdout + done.stderr
         return done
 

@@ -18,9 +18,8 @@ def test_it_works_from_the_root_and_from_elsewhere(environment, checkout, tmp_pa
         assert found["location"] == str(checkout / ".tree/flash_attn/cute")
         assert found["patches"] == [patch.name for patch in load_queue(ROOT)]
     code = "import nsa_tools, flash_attn.cute.a_package.module as ours; print(nsa_tools.__file__, ours.__file__)"
-    files = [
-        str(checkout / ".tree" / name) for name in ("nsa_tools/__init__.py", "flash_attn/cute/a_package/module.py")
-    ]
+    names = ("nsa_tools/__init__.py", "flash_attn/cute/a_package/module.py")
+    files = [str(checkout / ".tree" / name) for name in names]
     assert environment.run("-c", code, cwd=tmp_path).stdout.split() == files
     code = "import nsa_layer.fork; print(nsa_layer.fork.require_patched().version)"
     assert environment.run("-c", code, cwd=tmp_path).stdout.strip() == load_pin(ROOT).local_version

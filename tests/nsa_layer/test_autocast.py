@@ -145,9 +145,8 @@ def test_the_layer_is_its_parts(half: torch.dtype) -> None:
     layer = NSAttention(48, num_heads=4, num_kv_heads=2, config=SMALL, compression="linear", rope=rope)
     torch.nn.init.normal_(layer.gate_weight)
     x = torch.randn(2, 90, 48)
-    weights = {
-        name: getattr(layer, name).to(half) for name in ("gate_weight", "compress_k_weight", "compress_v_weight")
-    }
+    names = ("gate_weight", "compress_k_weight", "compress_v_weight")
+    weights = {name: getattr(layer, name).to(half) for name in names}
     with torch.autocast("cpu", dtype=half):
         q, k, v = (proj(x).unflatten(-1, (-1, 12)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
         q, k = rope(q, k, torch.arange(90))

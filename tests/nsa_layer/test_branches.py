@@ -25,7 +25,7 @@ LENGTHS = [None, (300, 0, 33, 513)]
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("q_tile", [1, 128])
 @pytest.mark.parametrize("own", SUBSETS, ids=str)
-def test_kernels_pool_what_is_not_given_and_write_every_gradient(
+def test_kernels_pool_the_rest_and_write_all(
     own: tuple[str, ...], q_tile: int, lengths: tuple[int, ...] | None
 ) -> None:
     """Every group of heads has them; no part of k and v is pooled, or gets a gradient of means, in vain."""

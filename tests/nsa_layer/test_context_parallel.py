@@ -107,9 +107,7 @@ LISTS = Case(B=2, T=96, D=8, Dv=6, dtype=torch.float64, Hq=8, Hkv=4)
     "size, load_balance", [(2, "zigzag"), *(pytest.param(*x, marks=pytest.mark.sweep) for x in RANKS[1:])]
 )
 @by_ranks(size=None)
-def test_ranks_attend_to_lists(
-    group: Any, case: Case, q_tile: int, heads: int, mode: str, load_balance: str | None
-) -> None:
+def test_lists_of_ranks(group: Any, case: Case, q_tile: int, heads: int, mode: str, load_balance: str | None) -> None:
     inputs, dim, cp = make_inputs(case), 0 if case.lengths else 1, ContextParallel(group, mode, load_balance)
     draw, T = torch.Generator().manual_seed(1), inputs.q.shape[dim]
     shape = (*([case.B] if dim else []), T // q_tile, heads, 3)

@@ -19,11 +19,7 @@ from nsa_layer.checks import starts_of_lengths
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, Case, make_inputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sweep,
-    pytest.mark.xdist_group("two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.sweep, pytest.mark.xdist_group("two GPUs")]
 
 Tensor = torch.Tensor
 OF_TOKENS = ("q", "k", "v", "gates", "q_index", "k_index")

@@ -28,9 +28,7 @@ from nsa_layer.operators.layer import static_arguments
 @pytest.mark.parametrize("reach", [0, 3, 30])
 @pytest.mark.parametrize("lengths", [None, (40, 0, 3, 53)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_windows_of_a_rank_see_what_those_of_one_see(
-    causal: bool, lengths: tuple[int, ...] | None, reach: int, tile: int
-) -> None:
+def test_windows_of_ranks_see_these_keys(causal: bool, lengths: tuple[int, ...] | None, reach: int, tile: int) -> None:
     """The window's keys as the kernels' options give them: each query's first and last, as tokens of the whole.
 
     Args:

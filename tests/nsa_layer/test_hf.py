@@ -360,10 +360,8 @@ def test_what_it_does_not_do_is_an_error() -> None:
 def test_examples_train_a_sparse_model_and_generate_with_it(tmp_path) -> None:
     run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=400)
     trained = run([sys.executable, EXAMPLES / "train_hf.py", "--out", tmp_path / "model"]).stdout
-    perplexities = [
-        float(line.split("|")[2]) for line in trained.splitlines() if line.startswith(("| dense", "| sparse"))
-    ]
-    dense, whole, sparse, dense_later, sparse_later = perplexities
+    rows = [line.split("|") for line in trained.splitlines() if line.startswith(("| dense", "| sparse"))]
+    dense, whole, sparse, dense_later, sparse_later = (float(row[2]) for row in rows)
     assert abs(whole - dense) < 0.02 * dense and sparse < 1.05 * dense
     assert sparse_later < sparse and sparse_later < 1.02 * dense_later
     written = run([sys.executable, EXAMPLES / "generate_hf.py", tmp_path / "model", "--tokens", "40"]).stdout
@@ -413,9 +411,7 @@ def test_generation_on_a_gpu_is_that_without_a_cache(kind: type) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_counts", [4, 7])  # one block is chosen freely; all of 400 tokens
 @pytest.mark.parametrize("compression", ["mean", "mlp"])
-def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(
-    graphs: dict[str, int], compression: str, block_counts: int
-) -> None:
+def test_steps_on_a_static_cache_replay_a_graph(graphs: dict[str, int], compression: str, block_counts: int) -> None:
     nsa = NSAConfig(block_counts=block_counts, window_size=128)
     # Logits of size 1: those of larger weights differ by 0.7 between bf16 and fp64 on a CPU.
     model = sparse(hidden_size=256, initializer_range=0.06, nsa=nsa, nsa_compression=compression)

@@ -265,9 +265,8 @@ def fla_weights(bias: bool) -> dict[str, torch.Tensor]:
     parts |= {"attn.g_proj.weight": (3 * heads, dim), "attn.o_proj.weight": (dim, heads * D)}
     parts |= {"attn_norm.weight": (dim,), "mlp_norm.weight": (dim,), "mlp.down_proj.weight": (dim, WIDTH)}
     parts |= {"mlp.gate_proj.weight": (WIDTH, dim), "mlp.up_proj.weight": (WIDTH, dim)}
-    shapes = {
-        f"model.layers.{i}.{name}": shape for i in range(FLA["num_hidden_layers"]) for name, shape in parts.items()
-    }
+    layers = range(FLA["num_hidden_layers"])
+    shapes = {f"model.layers.{i}.{name}": shape for i in layers for name, shape in parts.items()}
     shapes |= {"model.embeddings.weight": (64, dim), "model.norm.weight": (dim,), "lm_head.weight": (64, dim)}
     return {name: torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 1) for name, shape in shapes.items()}
 
@@ -306,9 +305,7 @@ def plain_attention(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Te
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_weights_of_fla_give_the_logits_of_their_layout(
-    bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_fla_give_its_logits(bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, ids = fla_weights(bias), tokens(80)
     save_file({name: x.contiguous() for name, x in weights.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(FLA | dict(qkv_bias=bias)))

@@ -193,9 +193,7 @@ def noisy(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.mark.parametrize("index_dim", [None, 4])
 @pytest.mark.parametrize("family", DENSE)
-def test_a_converted_model_with_all_blocks_listed_is_the_dense_one(
-    family: str, index_dim: int | None, calls: list
-) -> None:
+def test_a_converted_model_with_all_blocks_is_the_dense_one(family: str, index_dim: int | None, calls: list) -> None:
     """And chooses by its own keys and the mean of a group's queries, normed alone, of the pairs that turn slowest."""
     kind, options = DENSE[family]
     model, ids = noisy(dense(kind, **options)), tokens(2, 90)

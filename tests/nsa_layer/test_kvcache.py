@@ -31,6 +31,7 @@ from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, r
 SMALL = NSAConfig(block_size=8, block_counts=4, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
 INDEX = SMALL.replace(rule="index", branches=("selected",))
+WINDOWED = INDEX.replace(branches=("selected", "window"))
 CASE = Case(lengths=(100, 0, 3, 57), D=8, Dv=6, dtype=torch.float64, config=SMALL, index_loss=False)
 EXACT, CLOSE = dict(rtol=1e-12, atol=1e-12), dict(rtol=1e-6, atol=1e-6)
 
@@ -158,9 +159,7 @@ def emulation() -> Iterator[None]:
         yield
 
 
-def attended(
-    given: dict, backend: str = "cute", validate: bool = False, unread: bool = False
-) -> tuple[torch.Tensor, tuple]:
+def attended(given: dict, backend: str = "cute", *, validate: bool = False, unread: bool = False) -> tuple:
     """o and log-sum-exps of a call."""
     if backend != "cute":
         return nsa_with_kvcache(**given, return_lse=True, validate=validate, backend=backend)
@@ -191,9 +190,7 @@ VARIANTS = {
     "no window": replace(CASE, config=SMALL.replace(window_size=0)),
     "own keys, overlapping": replace(CASE, own_keys=("k_cmp", "v_win"), config=OVERLAPPING),
     "index": replace(CASE, config=INDEX, gate="none", index_dim=4),
-    "index, one key": replace(
-        CASE, config=INDEX.replace(branches=BRANCHES[1:]), gate="given", index_dim=2, one_key=True
-    ),
+    "index, one key": replace(CASE, config=WINDOWED, gate="given", index_dim=2, one_key=True),
     "index, all branches": replace(CASE, config=OVERLAPPING.replace(rule="index"), own_keys=("v_win",), index_dim=3),
     "compressed and window": replace(CASE, config=SMALL.replace(branches=BRANCHES[::2])),
 }
@@ -263,18 +260,14 @@ def in_rows(caches: Caches) -> Caches:
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("name", ["overlapping, weights", "own keys"])
-def test_lengths_that_are_on_the_gpu_alone(
-    emulation: None, monkeypatch: pytest.MonkeyPatch, name: str, paged: bool
-) -> None:
+def test_lengths_on_the_gpu_alone(emulation: None, monkeypatch: pytest.MonkeyPatch, name: str, paged: bool) -> None:
     """Nothing but what stands for kernels reads starts of queries."""
     monkeypatch.setattr(checks, "is_on_gpu", lambda starts: True)
     caches = Caches(make_inputs(VARIANTS[name]), paged, unread=True)
     (caches if paged else in_rows(caches)).finish(CUTS["ragged"], "cute")
 
 
-def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
-    emulation: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_on_a_gpu_are_read_for_copies_in_parts_alone(emulation: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_layer.cute import kvcache
 
     monkeypatch.setattr(checks, "is_on_gpu", lambda starts: True)
@@ -321,12 +314,7 @@ def whole(given: dict) -> tuple[torch.Tensor, ...]:
 
 
 def in_calls(
-    given: dict,
-    ends: Iterable[int],
-    backend: str = "cute",
-    *,
-    packed: bool = False,
-    lists: torch.Tensor | None = None,
+    given: dict, ends: Iterable[int], backend: str = "cute", *, packed: bool = False, lists: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """o [B, T, Hq, Dv] and log-sum-exps [B, Hq, T] of a batch whose tokens come in calls, up to each of `ends`.
 
@@ -570,9 +558,7 @@ def test_a_graph_of_a_mixed_batch_is_replayed_with_other_starts(page: int) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("kept", ["pages", "rows", "pages of much capacity"])
 @pytest.mark.parametrize("name", ON_GPU)
-def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(
-    monkeypatch: pytest.MonkeyPatch, name: str, kept: str
-) -> None:
+def test_lengths_on_the_gpu_alone_on_the_kernels(monkeypatch: pytest.MonkeyPatch, name: str, kept: str) -> None:
     """They stay there too where a copy of all the caches' capacity would take 4 GiB or more."""
 
     def unread(*_: object, read: bool) -> None:

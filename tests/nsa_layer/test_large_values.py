@@ -42,16 +42,14 @@ MEANS: dict[str, Callable[[Tensor, NSAConfig], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pooling", POOLINGS, ids=str)
 @pytest.mark.parametrize("name", MEANS)
-def test_a_mean_is_as_exact_at_the_end_of_the_range_as_anywhere(
-    name: str, pooling: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_a_mean_is_exact_at_the_end_of_the_range(name: str, pooling: tuple[int, int], dtype: torch.dtype) -> None:
     x, config = of_size_one(2, 200, 3, 4, dtype=dtype), config_of(pooling)
     expected = MEANS[name](x, config)
     assert torch.equal(MEANS[name](x * LARGE, config), expected * LARGE)
 
 
 @pytest.mark.parametrize("pooling", [(64, 64), (32, 16), (64, 8), (96, 32)], ids=str)
-def test_the_gradient_of_a_mean_is_as_exact_at_the_end_of_the_range_as_anywhere(pooling: tuple[int, int]) -> None:
+def test_the_gradient_of_a_mean_is_exact_at_the_end_of_the_range(pooling: tuple[int, int]) -> None:
     x = torch.zeros(1, 200, 2, 4, requires_grad=True)
     mean = mean_pool(x, config=config_of(pooling))
     d_mean = of_size_one(*mean.shape)
@@ -84,9 +82,7 @@ def call(backend: str, qkv: dict[str, Tensor], until: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("backend,device", BACKENDS)
-def test_a_block_of_large_values_disturbs_no_row_that_does_not_see_it(
-    backend: str, device: str, name: str, dtype: torch.dtype
-) -> None:
+def test_unseen_large_values_disturb_no_row(backend: str, device: str, name: str, dtype: torch.dtype) -> None:
     if backend == "cute" and dtype == torch.float32:
         dtype = torch.bfloat16
     torch.manual_seed(0)

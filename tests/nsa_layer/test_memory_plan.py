@@ -162,9 +162,7 @@ def test_groups_of_heads_are_as_exact(lengths: tuple[int, ...] | None, gate: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("branches, gate", [(ALL_BRANCHES, "weight"), (("selected",), "none")])
 @pytest.mark.parametrize("lengths", [None, PACK])
-def test_groups_of_heads_share_an_index_key(
-    lengths: tuple[int, ...] | None, branches: tuple[str, ...], gate: str
-) -> None:
+def test_head_groups_share_an_index_key(lengths: tuple[int, ...] | None, branches: tuple[str, ...], gate: str) -> None:
     """Whose gradient and loss are those of all groups; with gates and all branches, and of one branch."""
     config = NSAConfig(rule="index", branches=branches, block_counts=6, window_size=200)
     sizes = dict(T=1000, Hq=12, Hkv=3, D=128, dtype=torch.bfloat16, lengths=lengths, gate=gate)

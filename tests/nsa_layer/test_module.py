@@ -6,6 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from stub_kernels import stubbed_layer
 
 from nsa_layer import NSAConfig, NSAttention, nsa
@@ -50,9 +51,7 @@ def compressed(layer: NSAttention, name: str, x: torch.Tensor) -> torch.Tensor:
         for h in range(x.shape[1]):
             block = x[start : start + config.span, h]
             if network is not None:
-                row = (
-                    torch.nn.functional.gelu((block + network.position[h]).flatten() @ network.up[h]) @ network.down[h]
-                )
+                row = F.gelu((block + network.position[h]).flatten() @ network.up[h]) @ network.down[h]
             else:
                 row = block.mean(0) if weight is None else block.mean(0) @ weight[h]
             rows.append(row.view(1, 1, -1))
@@ -74,9 +73,8 @@ def by_definition(layer: NSAttention, x: torch.Tensor, lengths: tuple[int, ...],
             given[name] = layer.rope(given[name], given[name], positions)[0]
     for name in ("k_cmp", "v_cmp"):
         parts = given.get(name, given[name[0]]).flatten(0, -3).split(lengths)
-        given[name] = torch.cat([compressed(layer, name, part) for part in parts]).view(
-            *x.shape[:-2], -1, *parts[0].shape[1:]
-        )
+        rows = torch.cat([compressed(layer, name, part) for part in parts])
+        given[name] = rows.view(*x.shape[:-2], -1, *rows.shape[1:])
     if layer.gate == "query":
         given["gate_weight"] = layer.gate_weight
     else:

@@ -139,9 +139,7 @@ def test_copies_are_kept_for_another_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("way", ["plain", "strided", "inference"])
-def test_kernels_and_backward_never_read_the_starts_of_the_caller(
-    way: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_never_read_the_callers_starts(way: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be refilled before backward, and lie in memory as they like."""
     monkeypatch.setattr(checks, "is_on_gpu", lambda starts: on_gpu)
     inputs = make_inputs(Case(lengths=(300, 0, 70), D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=4)))
@@ -226,9 +224,7 @@ def test_means_beside_too_few_rows_of_the_caller_stay_in_memory(name: str, left_
 
 
 @pytest.mark.parametrize("way", ["operator", "call"])
-def test_kernels_are_launched_without_a_look_at_starts(
-    way: str, left_on_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_launch_without_reading_starts(way: str, left_on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a look would wait for it; here it is an error."""
     monkeypatch.setattr(checks, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
     for name in ("tolist", "item", "nonzero", "__bool__"):

@@ -119,10 +119,8 @@ def test_the_kernels_are_the_default_on_their_gpus(arch: int, asked: dict) -> No
 
 def test_one_head_more_is_refused(arch: int) -> None:
     """Than the kernels of selection take, or one less than small blocks need."""
-    tiles = TILES.replace(block_counts=64)
-    small = [
-        (NSAConfig(block_size=size, q_tile=q_tile), rows) for size, rows in ((16, 3), (32, 1)) for q_tile in (1, 128)
-    ]
+    tiles, sizes = TILES.replace(block_counts=64), ((16, 3), (32, 1))
+    small = [(NSAConfig(block_size=size, q_tile=q_tile), rows) for size, rows in sizes for q_tile in (1, 128)]
     for config, rows in ((tiles, 33), (MOST, 129), *small):
         with pytest.raises(NotImplementedError, match="backend='eager' does"):
             choose(config=config, rows=rows)

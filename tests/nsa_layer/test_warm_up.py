@@ -300,9 +300,7 @@ def test_packed_calls_are_warm_wherever_their_starts_are(monkeypatch: pytest.Mon
     config = NSAConfig()
     api.warm_up(config, [(8, 512, 4, 2, 64)], packed=True)
     assert [config.list_width(max(call.spec.lengths)) for call in asked] == [8, 16]
-    assert all(
-        len(call.spec.lengths) == 8 and sum(call.spec.lengths) == call.tensors[0][1][0] == 4096 for call in asked
-    )
+    assert all(len(c.spec.lengths) == 8 and sum(c.spec.lengths) == c.tensors[0][1][0] == 4096 for c in asked)
 
 
 @pytest.mark.parametrize("arch, found", [(0, "no GPU"), (80, "no kernels for sm_80")])

@@ -153,9 +153,7 @@ def test_attention_to_all_blocks_is_that_of_the_dense_model(kind: str, text: Pat
         assert torch.equal(attention.k_index.weight, attention.k_proj.weight)
 
 
-def test_dense_model_is_the_sparse_one_where_only_a_wide_window_counts(
-    text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_model_is_the_sparse_one_with_a_wide_window_alone(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def only_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: object):
         gates = q.new_tensor([0.0, 0.0, 1.0]).expand(*q.shape[:-1], 3)
         return nsa(q, k, v, **rest | dict(gates=gates, gate_weight=None))
@@ -221,9 +219,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_time_budget_ends_training_but_not_the_report(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_time_budget_ends_training_alone(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main([*options(text, steps=1_000_000, minutes=0.01), "--out", str(out)]) == 0
     assert "time budget" in capsys.readouterr().err
@@ -242,9 +238,7 @@ def test_a_run_of_the_same_configuration_is_kept(text: Path, tmp_path: Path) -> 
     assert (tmp_path / "out.2" / "config.json").exists()
 
 
-def test_another_configuration_is_refused_and_nothing_is_lost(
-    finished: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_configuration_is_refused(finished: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path.name: path.read_bytes() for path in finished.iterdir()}
     for more in ([], ["--resume"]):
         message = refused(main, [*options(text, dim=32), "--out", str(finished), *more], capsys)
@@ -278,9 +272,7 @@ def test_bad_folders_and_texts_are_refused(text: Path, tmp_path: Path, capsys: p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_changed_text_and_a_damaged_checkpoint_are_refused(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_files_are_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, other = tmp_path / "out", tmp_path / "other.txt"
     other.write_bytes(text.read_bytes())
     assert main([*options(other, steps=1, sample_bytes=0), "--out", str(out)]) == 0

@@ -20,9 +20,7 @@ def test_it_takes_a_shape_as_the_other_commands_do(capsys: pytest.CaptureFixture
     assert "3 query heads are no multiple of 8 key/value heads" in capsys.readouterr().out
 
 
-def test_section_that_fails_does_not_keep_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_section_fails_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> int:
         raise ValueError("FLASH_ATTENTION_ARCH must look like sm_90, got 'hopper'")
 

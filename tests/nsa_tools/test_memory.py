@@ -72,9 +72,7 @@ def test_the_longest_is_found_from_any_guess(limit: int, guess: int) -> None:
     assert len(asked) < 30
 
 
-def test_a_call_that_does_not_fit_is_a_cell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_that_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def full(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

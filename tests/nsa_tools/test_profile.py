@@ -103,10 +103,8 @@ def test_floors_of_the_documented_shape_are_those_that_were_worked_out_by_hand()
     shape = Shape(**sizes, config=NSAConfig(q_tile=128))
     at = roofline.Ceilings(**roofline.H200)
     ms = {key: work.floor_ms(at, key[1]) for key, work in roofline.work(replace(shape, gate="none")).items()}
-    assert ms["cmp", "forward"] == pytest.approx(213, rel=0.01) and ms["swa", "forward"] == pytest.approx(
-        13.3, rel=0.01
-    )
-    assert ms["slc", "forward"] == pytest.approx(25, rel=0.02)
+    for name, floor, rel in (("cmp", 213, 0.01), ("swa", 13.3, 0.01), ("slc", 25, 0.02)):
+        assert ms[name, "forward"] == pytest.approx(floor, rel=rel)
     attention = sum(ms[name, "backward"] for name in ("cmp", "slc", "swa"))
     assert attention == pytest.approx(680, rel=0.01)
     assert ms["compress", "forward"] == pytest.approx(4.3e9 * (1 + 1 / 64 + 1 / 64) / 4.2e9, rel=0.01)

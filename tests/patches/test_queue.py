@@ -32,9 +32,8 @@ def test_the_tree_is_upstream_and_a_commit_per_patch(sandbox):
     assert all(link.is_symlink() and not str(link.readlink()).startswith("/") for link in links.values())
     assert all(link.resolve() == sandbox.root / name for name, link in links.items())
     # The kernel cache hashes the sources that it finds this way.
-    assert {*links.values()} - {*(sandbox.tree / "flash_attn").rglob("*.py")} == {
-        sandbox.tree / name for name in PACKAGES
-    }
+    found = {*(sandbox.tree / "flash_attn").rglob("*.py")}
+    assert {*links.values()} - found == {sandbox.tree / name for name in PACKAGES}
 
 
 def test_the_marker_says_what_the_tree_was_made_from(sandbox):
@@ -160,10 +159,8 @@ def test_save_refuses_a_patch_that_quotes_upstream(sandbox):
     sandbox.git("reset", "--quiet", "--hard", "HEAD~1")
     sandbox.edit("first.py", "result = []", "# the_last_one_counted(limit: int) -> int\n    result = list()")
     sandbox.commit("Explain the result")
-    printed = sandbox.run("save", status=1)
-    assert (
-        "patches/03-explain-the-result.patch:" in printed and "quotes upstream (flash_attn/cute/first.py:11)" in printed
-    )
+    printed, quoted = sandbox.run("save", status=1), "quotes upstream (flash_attn/cute/first.py:11)"
+    assert "patches/03-explain-the-result.patch:" in printed and quoted in printed
 
 
 def test_save_refuses_new_files_and_work_in_progress(sandbox):

@@ -107,17 +107,13 @@ def test_failures_that_stock_lacks_are_told(root: Path, checkout: Path, capfd: p
     assert run(root, root / upstream_tests.FOLDER) == 1
     said = capfd.readouterr().out
     assert "| test_utils | 73 | 2 | 2 | 74 | 1 | 2 |" in said
-    assert "| test_utils | 2 | 0 | 0 |  |  |  |" in said, (
-        "skips of what the fork has are lifted, in a table of their own"
-    )
+    assert "| test_utils | 2 | 0 | 0 |  |  |  |" in said, "lifted skips have a table of their own"
     verdict = said.rpartition("Skipped by upstream")[2]
     assert "FAILED test_utils.py::test_fails_on_ours" in verdict and "test_always_fails" not in verdict
     assert "1 failures that stock does not have" in said
 
 
-def test_other_commits_and_other_builds_are_refused(
-    root: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_commits_and_builds_are_refused(root: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (checkout / "tests" / "cute" / "test_utils.py").write_text(TESTS + "\n")
     _git(checkout, "commit", "-qam", "later")
     with pytest.raises(QueueError, match=r"is not at the tag fa4-v4\.0\.0\.beta\d+ .* HEAD is [0-9a-f]{40}"):

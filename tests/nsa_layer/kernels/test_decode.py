@@ -72,9 +72,8 @@ class Case:
 
     @property
     def spec(self) -> CallSpec:
-        return CallSpec(
-            self.config, True, self.D**-0.5, self.queries or None, index_scale=1.0 if any(self.index) else None
-        )
+        index_scale = 1.0 if any(self.index) else None
+        return CallSpec(self.config, True, self.D**-0.5, self.queries or None, index_scale=index_scale)
 
     def call(self, device: str = "cuda") -> Call:
         """The step; places behind what there is are NaN."""
@@ -133,9 +132,8 @@ class Case:
                     keys = compress(tokens.float()[None], weight, config=config)[0].to(self.dtype)
                     pages = tables["cmp_page_table"][b].tolist() if self.page else [int(at[b])]
                     have = config.compressed_length(first)
-                    places[key][slots_of(places[key], pages, 0, have)] = in_cache_dtype(
-                        keys[:have], of_cmp, places[key].dtype
-                    )
+                    cache = places[key]
+                    cache[slots_of(cache, pages, 0, have)] = in_cache_dtype(keys[:have], of_cmp, cache.dtype)
                     room = -(-T // config.stride)
                     parts[key].append(torch.cat([keys[have:], draw(room, Hkv, D) * torch.nan])[:room])
         join = torch.cat if self.queries else torch.stack
@@ -377,9 +375,7 @@ def assert_step(case: Case) -> None:
         (32, 1, 128, 1, 65_536, (1, 1, 4)),  # two clusters have a group's heads, and the choice needs all
     ],
 )
-def test_keys_are_divided(
-    Hq: int, Hkv: int, B: int, T: int, S: int, splits: Splits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits(Hq: int, Hkv: int, B: int, T: int, S: int, splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_layer.kernels.decode import step
 
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")

@@ -26,9 +26,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     from nsa_layer.kernels.select_by_token import epilogue as token_epilogue
     from nsa_layer.kernels.select_by_token import tiles
 
-    found = dict(
-        query_tiles=query_tiles, epilogue=epilogue, decode_topk=decode_topk, token_epilogue=token_epilogue, tiles=tiles
-    )
+    found = dict(query_tiles=query_tiles, epilogue=epilogue, decode_topk=decode_topk)
+    found |= dict(token_epilogue=token_epilogue, tiles=tiles)
     integers = dict(
         cutlass=SimpleNamespace(max=max, min=min, select_=lambda condition, a, b: a if condition else b),
         cute=SimpleNamespace(ceil_div=lambda a, b: -(-a // b)),

@@ -51,9 +51,7 @@ DETERMINISTIC = SHORT.replace(block_size=64, deterministic=True)
     ],
     ids=str,
 )
-def test_sequences_of_a_large_batch_get_what_eager_gives_them(
-    B: int, T: int, heads: tuple[int, int], config: NSAConfig
-) -> None:
+def test_large_batches_get_what_eager_gives(B: int, T: int, heads: tuple[int, int], config: NSAConfig) -> None:
     torch.manual_seed(0)
     (Hq, Hkv), new = heads, dict(dtype=torch.bfloat16, device="cuda")
     qkv = [torch.randn(B, T, H, 64, **new) for H in (Hq, Hkv, Hkv)]

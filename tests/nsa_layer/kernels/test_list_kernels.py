@@ -151,9 +151,8 @@ def made(case: Case, lists: list[torch.Tensor]):
         where |= dict(q_offset=torch.tensor(case.offsets, dtype=torch.int32, device="cpu").to(device))
     unions_at, pairs_at = {}, dict(heads=case.Hkv // case.parts)
     if case.packed:
-        where |= dict(
-            cu_seqlens=starts_of_lengths(case.sequences, device), cu_lists=starts_of_lengths(case.lists, device)
-        )
+        of_lengths = dict(cu_seqlens=case.sequences, cu_lists=case.lists)
+        where |= {name: starts_of_lengths(lengths, device) for name, lengths in of_lengths.items()}
         tiles, blocks = tiles_of(case), blocks_of(case)
         unions_at |= dict(
             cu_seqlens_k=starts_of_lengths(case.keys, device),

@@ -159,11 +159,8 @@ def traced(index: int) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
     """In a worker: means and gradients, of both tensors and of each alone."""
     case = TRACED[index]
     k, v = (torch.empty(case.shape(D), dtype=case.dtype, device="cuda") for D in (case.D, case.Dv))
-    cu = {}
-    if case.lengths:
-        cu = {
-            n: torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda") for n in ("cu_seqlens", "cu_blocks")
-        }
+    names = ("cu_seqlens", "cu_blocks") if case.lengths else ()
+    cu = {name: torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda") for name in names}
     k_means, v_mean = both(case, k, v, cu)
     gradients = torch.empty_like(k), torch.empty_like(v)
     mean_pool_backward(k_means[0], v_mean, *gradients, **cu, **case.options)
@@ -226,10 +223,8 @@ def test_means_and_gradients_are_the_definitions(case: Case) -> None:
         dk, dv = nan_filled(torch.empty_like(k)), nan_filled(torch.empty_like(v))
         mean_pool_backward(dk_cmp, dv_cmp, dk, dv, **case.starts(), **case.options)
         for got, d_cmp, D in ((dk, dk_cmp, case.D), (dv, dv_cmp, case.Dv)):
-            expected = case.gradients(d_cmp, D)
-            torch.testing.assert_close(
-                got.double(), expected, rtol=1.01 * half_ulp, atol=1e-6, msg=lambda m: f"{case}: {m}"
-            )
+            close = dict(rtol=1.01 * half_ulp, atol=1e-6, msg=lambda m: f"{case}: {m}")
+            torch.testing.assert_close(got.double(), case.gradients(d_cmp, D), **close)
 
 
 @pytest.mark.gpu
@@ -245,20 +240,17 @@ def test_means_and_gradients_are_as_exact_at_the_end_of_the_range(case: Case) ->
         sign = torch.where(like.flatten(0, -2)[0] > 0, 1.0, -1.0)
         return (sign * (1 + like.abs() / 8).clamp(max=1.9)).to(dtype)
 
-    x = tensor(torch.bfloat16)
-    static = dict(
-        k_dtypes=case.k_dtypes, v_dtype=torch.float32, total_blocks=case.blocks, **case.starts(), **case.options
-    )
+    x, where = tensor(torch.bfloat16), dict(**case.starts(), **case.options)
+    static = dict(k_dtypes=case.k_dtypes, v_dtype=torch.float32, total_blocks=case.blocks, **where)
     (expected, *_), _ = mean_pool(x, x, **static)
     (k_mean, k_rounded), v_mean = mean_pool(x * large, x * large, **static)
     assert torch.equal(k_mean, expected * large) and torch.equal(v_mean, k_mean)
     assert torch.equal(k_rounded, k_mean.bfloat16())
     for dtype in (torch.float32, torch.bfloat16):
         d_mean = tensor(dtype, case.blocks)
-        static = dict(**case.starts(), **case.options)
         expected, *got = (torch.empty_like(x) for _ in range(3))
-        mean_pool_backward(d_mean, d_mean, expected, torch.empty_like(x), **static)
-        mean_pool_backward(d_mean * large, d_mean * large, *got, **static)
+        mean_pool_backward(d_mean, d_mean, expected, torch.empty_like(x), **where)
+        mean_pool_backward(d_mean * large, d_mean * large, *got, **where)
         assert all(torch.equal(dx, expected * large) for dx in got)
 
 

@@ -184,9 +184,8 @@ def selected(inputs: Inputs, lse: Tensor | None = None, ranges: Ranges | None = 
         where = dict(q_offset=torch.tensor([first for first, _ in ranges]).int().to(device), max_seqlen_k=max(lengths))
         where |= dict(cu_seqlens_k=inputs.cu_seqlens) if packed else {}
     if packed:
-        where |= dict(
-            cu_seqlens=inputs.cu_seqlens if ranges is None else starts_of_lengths(sizes, device), max_seqlen=max(sizes)
-        )
+        starts = inputs.cu_seqlens if ranges is None else starts_of_lengths(sizes, device)
+        where |= dict(cu_seqlens=starts, max_seqlen=max(sizes))
     if case.index_dim:
         return select_by_index(rows(q, 0), inputs.k_index, config=config, **where)[0]
     if packed:
