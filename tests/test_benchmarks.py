@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside them
@@ -128,23 +127,19 @@ def test_recall_counts_what_a_model_finds(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Namespace]]:
+def options(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Namespace]:
     """Options of the benchmark of ranks, which is on a CPU with small heads, and has one."""
     small = dict(CUDA=False, DEVICE="cpu", HEADS=dict(Hq=2, Hkv=1, D=8, Dv=8), ROW_MS=1.0)
     for name, value in small.items():
         monkeypatch.setattr(ranks, name, value)
     ranks.group_of.cache_clear()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield ranks.options
-    finally:
-        dist.destroy_process_group()
+    return ranks.options
 
 
 @pytest.mark.parametrize("rule", ["nsa", "index"])
-def test_ranks_are_timed_beside_ranks_alone(one_rank: Callable[..., Namespace], rule: str) -> None:
+def test_ranks_are_timed_beside_ranks_alone(options: Callable[..., Namespace], rule: str) -> None:
     arguments = ["layer", "--tokens", "64", "--variants", "heads", "--groups", "own", "alone", "--repeats", "2"]
-    given = one_rank([*arguments, "--rule", rule, "--index-dim", "4", "--check-tokens", "1024"])
+    given = options([*arguments, "--rule", rule, "--index-dim", "4", "--check-tokens", "1024"])
     rows = list(ranks.layer(given))
     assert [row["variant"] for row in rows] == [ranks.ONE, "heads", "heads, alone"]
     assert rows[0]["of_one"] == 1 and all(row["each_ms"] == [row["ms"]] for row in rows)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import importlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 
 import nsa_layer
@@ -20,15 +17,6 @@ MODULES = ("nsa_layer", "nsa_layer.integrations.hf", "nsa_tools.index_training")
 METHODS = ("replace", "paper", "seed", "from_dict")  # of NSAConfig
 PUBLIC = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
 PUBLIC += [("nsa_layer", f"NSAConfig.{name}") for name in METHODS]
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone."""
-    file: Path = tmp_path_factory.mktemp("rank") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.xdist_group("hf")

@@ -70,9 +70,7 @@ def test_what_is_compiled(case: Case, heads: int, compiler_sm90: Worker) -> None
         (1024, (511, None), (32, 8), 2),
     ],
 )
-def test_how_many_heads(
-    tokens: int, window: tuple[int | None, int | None], heads: tuple[int, int], expected: int
-) -> None:
+def test_heads_a_cta(tokens: int, window: tuple[int | None, int | None], heads: tuple[int, int], expected: int) -> None:
     shape = dict(batch=1, heads=heads, tile=(64, 128), sms=132)
     assert two_pass.window_heads_per_cta(window, (tokens, tokens), **shape) == expected
 

@@ -235,9 +235,7 @@ BY_WARP += [
 
 
 @pytest.mark.parametrize(("compile_", "case", "most"), BY_WARP)
-def test_registers_by_warp(
-    compiler_sm100: Worker, compile_: Callable[..., None], case: TokenCase, most: list[int]
-) -> None:
+def test_registers_by_warp(compiler_sm100: Worker, compile_: Callable, case: TokenCase, most: list[int]) -> None:
     found = sum((code.stack for code in compiler_sm100.run(machine_code, compile_, case)), [])
     assert len(found) == len(most) and all(size <= limit for size, limit in zip(found, most))
 

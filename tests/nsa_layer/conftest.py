@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fuzz.rank_processes import ranks
 from nsa_layer.operators import tape
@@ -29,11 +28,3 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 @pytest.fixture
 def same_numbers() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A default group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()

@@ -25,9 +25,7 @@ LENGTHS = [None, (300, 0, 33, 513)]
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("q_tile", [1, 128])
 @pytest.mark.parametrize("own", SUBSETS, ids=str)
-def test_kernels_pool_the_rest_and_write_all(
-    own: tuple[str, ...], q_tile: int, lengths: tuple[int, ...] | None
-) -> None:
+def test_kernels_pool_what_is_not_given(own: tuple[str, ...], q_tile: int, lengths: tuple[int, ...] | None) -> None:
     """Every group of heads has them; no part of k and v is pooled, or gets a gradient of means, in vain."""
     config = NSAConfig(q_tile=q_tile, block_counts=4)
     inputs = make_inputs(Case(T=500, D=64, dtype=torch.bfloat16, config=config, lengths=lengths, own_keys=own))
@@ -77,9 +75,7 @@ def test_without_a_window_its_gate_counts_nothing(backend: str) -> None:
     assert (run(backend, replace(inputs, gates=None)).aux.gates == 1 / 3).all()
 
 
-def launched(
-    config: NSAConfig, T: int = 300, gate: str = "weight", G: int = 2
-) -> tuple[list[object], list[object], int]:
+def launched(config: NSAConfig, T: int = 300, gate: str = "weight", G: int = 2) -> tuple[list, list, int]:
     """Names of what forward and backward launch on the kernels, and the bytes that are saved between."""
     LAUNCHED.clear()
     case = Case(T=T, Hq=2 * G, Hkv=2, D=64, dtype=torch.bfloat16, config=config, gate=gate)
