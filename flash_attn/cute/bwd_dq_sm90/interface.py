@@ -140,20 +140,13 @@ def backward_dq(
     if words and accum is not None:
         raise NotImplementedError("accum with mask_block_bits: an accumulator's rows are of one head; see `add`")
     softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    left, right = edges(causal, window_size)
+    (left, right), sequences, used = edges(causal, window_size), (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
     if normalized is None:
-        normalized = lists_of_queries(
-            q,
-            k,
-            lists,
-            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
-            seqused=(seqused_q, seqused_k),
-            max_seqlen_q=max_seqlen_q,
-        )
+        normalized = lists_of_queries(q, k, lists, cu_seqlens=sequences, seqused=used, max_seqlen_q=max_seqlen_q)
     spec = DqSpec.of(
-        q, k, lists, normalized, (left, right), (cu_seqlens_q, cu_seqlens_k), q_offset,
+        q, k, lists, normalized, (left, right), sequences, q_offset,
         short_rows=has_short_rows(lists),
-        seqused=(seqused_q is not None, seqused_k is not None),
+        seqused=tuple(x is not None for x in used),
         from_accum=accum is not None,
         onto_dq=add,
         sums=out is not None,

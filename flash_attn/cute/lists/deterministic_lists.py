@@ -29,9 +29,7 @@ def prepare(
     """
     if lists.plan is not None:
         if deterministic and lists.dq_write_order is None:
-            raise ValueError(
-                "deterministic=True needs a plan that was made with plan_backward(..., deterministic=True)"
-            )
+            raise ValueError("deterministic=True needs a plan that was made with plan_backward(deterministic=True)")
         return lists
     if not deterministic:
         return lists

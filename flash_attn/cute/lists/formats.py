@@ -97,9 +97,7 @@ def fit(
     rows = tensors.mask_block_cnt.shape[-1]
     longest = packed.longest[direction.side] if packed is not None else None
     if form == "padded" and longest is not None and rows * block < longest:
-        raise ValueError(
-            f"{name}.mask_block_cnt has {rows} rows of {block} tokens a sequence, but the longest has {longest}"
-        )
+        raise ValueError(f"{name}.mask_block_cnt has {rows} rows of {block} tokens, but a sequence has {longest}")
     fitted = {}
     for kind in KINDS:
         fitted |= _fit_pair(name, tensors, kind, form, (*lead, rows))
@@ -202,9 +200,7 @@ def _addressable(tensors: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     fields = (*(name for kind in KINDS for name in (kind.idx, kind.order)), "mask_block_bits")
     given = {name: getattr(tensors, name) for name in fields}
     longer = {name: t for name, t in given.items() if t is not None and t.shape[0] > MOST_IN_SHAPE}
-    return (
-        tensors._replace(**{name: t.narrow(0, 0, MOST_IN_SHAPE) for name, t in longer.items()}) if longer else tensors
-    )
+    return tensors._replace(**{name: t.narrow(0, 0, MOST_IN_SHAPE) for name, t in longer.items()})
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,9 +305,8 @@ def _fit_pair(name: str, tensors: BlockSparseTensorsTorch, kind: Kind, form: str
         _check(name, f"{kind.name}_block tensors", field, tensor, tensors.mask_block_cnt.device, (torch.int32,))
     width = indices.shape[-1:]
     if indices.ndim != tensors.mask_block_idx.ndim:
-        raise ValueError(
-            f"{name}.{fields[1]} has {indices.ndim} dimensions, mask_block_idx {tensors.mask_block_idx.ndim}"
-        )
+        ranks = f"{indices.ndim} dimensions, mask_block_idx {tensors.mask_block_idx.ndim}"
+        raise ValueError(f"{name}.{fields[1]} has {ranks}")
     whole = {"padded": (*shape, *width), "compact": (*shape, *width), "stacked": (shape[0], *width), "ragged": width}
     shared = {"padded": 2, "ragged": 0}.get(form, 1)
     return {
@@ -339,17 +334,15 @@ def _fit_row_offsets(name: str, tensors: BlockSparseTensorsTorch, field: str, he
     return _expanded(f"{name}.{field}", offsets, (heads, offsets.shape[1]), 1)
 
 
-def _need_starts(
-    direction: Direction, tensors: BlockSparseTensorsTorch, field: str, batch: int, when: str = ""
-) -> None:
+def _need_starts(direction: Direction, lists: BlockSparseTensorsTorch, field: str, batch: int, when: str = "") -> None:
     """[B + 1], where sequences start. Kernels read the first B; backward lists are also taken apart by their shape."""
-    name, tensor = direction.argument, getattr(tensors, field)
+    name, tensor = direction.argument, getattr(lists, field)
     if tensor is None:
         raise ValueError(f"Varlen block sparsity {when}requires {name}.{field}, with shape ({batch + 1},); got None")
     fits = tensor.shape[0] >= batch if direction is FORWARD and tensor.ndim == 1 else tensor.shape == (batch + 1,)
     if not fits:
         raise ValueError(f"{name}.{field} must have shape ({batch + 1},), got {tuple(tensor.shape)}")
-    _check(name, field, field, tensor, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
+    _check(name, field, field, tensor, lists.mask_block_cnt.device, (torch.int32, torch.int64))
 
 
 def _check(

@@ -66,10 +66,6 @@ def backward_tile(
     return None
 
 
-# Blocks of a step of `two_block_steps`, by keys of a block.
-STEPS: dict[int, int] = {STEP // 2: 2}
-
-
 def forward_parts(
     head_dim: int, head_dim_v: int, tile_n: int, overlaps_products: bool, plain: bool, has_bits: bool = False
 ) -> int:
@@ -80,8 +76,8 @@ def forward_parts(
     no paged keys but with bits, and no compressed-causal mask, which `masks` does not know.
     """
     fits = head_dim == head_dim_v and head_dim in (64, 96, 128)
-    parts = STEPS.get(tile_n, 0) if fits and overlaps_products and plain else 0
-    return min(parts, 1) if has_bits else parts
+    parts = 1 if has_bits else 2
+    return parts if tile_n == STEP // 2 and fits and overlaps_products and plain else 0
 
 
 def stages(list_words: int) -> int:

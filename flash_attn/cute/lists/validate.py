@@ -141,12 +141,8 @@ def _check_counts(side: Side) -> int:
 
 
 def _check_range(side: Side, flat: FlatEntries) -> None:
-    across = side.of(side.across, flat.row)
-
-    def said(i: int) -> str:
-        return f", expected a {side.words[1]} of 0 .. {int(across[i]) - 1}"
-
-    _refuse(side, flat, (flat.block < 0) | (flat.block >= across), said)
+    across, wrong = side.of(side.across, flat.row), f", expected a {side.words[1]} of 0 .. "
+    _refuse(side, flat, (flat.block < 0) | (flat.block >= across), lambda i: f"{wrong}{int(across[i]) - 1}")
 
 
 def _check_duplicates(side: Side, flat: FlatEntries) -> None:
@@ -166,11 +162,8 @@ def _check_duplicates(side: Side, flat: FlatEntries) -> None:
 def _check_ascending(side: Side, flat: FlatEntries) -> None:
     before, number = flat.block.roll(1), torch.arange(flat.row.numel(), device=flat.row.device)
     same = (flat.row == flat.row.roll(1)) & (flat.is_full == flat.is_full.roll(1)) & (number > 0)
-
-    def said(i: int) -> str:
-        return f" comes after {int(before[i])}, expected rising indices"
-
-    _refuse(side, flat, same & (flat.block < before), said)
+    said = " comes after {}, expected rising indices".format
+    _refuse(side, flat, same & (flat.block < before), lambda i: said(int(before[i])))
 
 
 def _check_transposed(sides: list[Side], entries: list[FlatEntries]) -> None:

@@ -187,10 +187,8 @@ def merged_lists(
         listed_here = row < ends.numel()
         row = row.clamp(max=max(ends.numel() - 1, 0))
         place = at - (ends - counts).flatten().index_select(0, row) if ends.numel() else at
-        shape = (rows.heads, rows.N, width)
-        entry, locks = (
-            rows.padded(scatter(t, row * width + place, listed_here & (place < width), shape)) for t in (entry, locks)
-        )
+        shape, kept = (rows.heads, rows.N, width), listed_here & (place < width)
+        entry, locks = (rows.padded(scatter(t, row * width + place, kept, shape)) for t in (entry, locks))
         merged = dict(mask_block_cnt=rows.padded(counts), mask_block_idx=entry)
     none = ("full_block_cnt", "full_block_idx", "cu_full_block_idx_offsets", "dq_write_order_full")
     return lists._replace(**dict.fromkeys(none), **merged, dq_write_order=locks)

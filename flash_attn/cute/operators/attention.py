@@ -126,10 +126,9 @@ def _lists(tensors: Sequence[Optional[Tensor]], options: Sequence[int]) -> Lists
         return None
     q_size, k_size, spt, per_group, passes = (None if x < 0 else x for x in options)
     size = None if q_size is None else (q_size, k_size)
-    switches = dict(
-        spt=None if spt is None else bool(spt), plan_per_group=None if per_group is None else bool(per_group)
-    )
-    return BlockSparseTensorsTorch(**dict(zip(LIST_TENSORS, tensors)), block_size=size, **switches, passes=passes)
+    spt, per_group = (None if x is None else bool(x) for x in (spt, per_group))
+    rest = dict(block_size=size, spt=spt, plan_per_group=per_group, passes=passes)
+    return BlockSparseTensorsTorch(**dict(zip(LIST_TENSORS, tensors)), **rest)
 
 
 def _shapes(
@@ -162,12 +161,8 @@ def _attention(*tensors: Any, **static: Any) -> Tensors:
     needs_grad, validate = static.pop("needs_grad"), static.pop("validate")
     for name in ("deterministic", "gather_bwd_token_chunk"):  # of backward alone
         del static[name]
-    edge = None, None
-    if (
-        needs_grad
-        and (lists is None) != (lists_bwd is None)
-        and (static["compress_factor"], static["compress_offset"]) == (1, 0)
-    ):
+    edge, one_sided = (None, None), (lists is None) != (lists_bwd is None)
+    if needs_grad and one_sided and (static["compress_factor"], static["compress_offset"]) == (1, 0):
         edge = edges(static["causal"], (static["window_size_left"], static["window_size_right"]))
     validate_call(validate, lists, lists_bwd, q, k, **of_keys, window=None if edge == (None, None) else edge)
     if needs_grad and qv is not None and not v.requires_grad:

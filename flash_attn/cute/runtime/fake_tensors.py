@@ -23,7 +23,6 @@ class _NullTensor(torch.Tensor):
 def from_dlpack(x: torch.Tensor, **options: Any) -> cute.Tensor:
     """The DSL's `from_dlpack`, also of fake tensors."""
     if isinstance(x, FakeTensor):
-        x = torch.Tensor._make_wrapper_subclass(
-            _NullTensor, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device
-        )
+        like = dict(strides=x.stride(), dtype=x.dtype, device=x.device)
+        x = torch.Tensor._make_wrapper_subclass(_NullTensor, x.shape, **like)
     return runtime.from_dlpack(x, **options)

@@ -167,8 +167,7 @@ _MISSED = threading.local()
 
 @contextmanager
 def at_first_miss(act: Callable[[], None]) -> Iterator[None]:
-    """Within, ``act`` is called when this thread asks for a kernel that is not kept, once; one inside another does
-    nothing."""
+    """Within, ``act`` is called once, when this thread asks for a kernel that is not kept; an inner one is not."""
     if getattr(_MISSED, "within", False):
         yield
         return
