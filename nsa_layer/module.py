@@ -41,7 +41,8 @@ class NSAttention(Branches):
         dim: width of the input and the output.
         num_heads: Hq.
         num_kv_heads: Hkv, a divisor of Hq.
-        head_dim: D of q and k; None: ``dim // num_heads``. The kernels support 64 and 128; eager any.
+        head_dim: D of q and k; None: ``dim // num_heads``. The kernels support
+            multiples of 8 from 16 to 256, and pad all but 64, 96, 128, 256, and 192 with 128 of v; eager any.
         head_dim_v: Dv of v; None: ``head_dim``.
         config: the operator's options.
         compression: of a block's keys and values: their "mean"; "linear", a matrix for each head after the mean,

@@ -33,7 +33,7 @@ def saved_shapes(call: Call, *, kept: Sequence[bool]) -> Saved:
             shapes |= dict(index_tokens=(of_lists, whole)) if spec.backend != "cute" else {}
     if spec.backend != "cute" or call.one_branch:
         return Saved(**shapes)
-    if config.computes("selected") and not reads_unions(config, listed=spec.listed):
+    if config.computes("selected") and not reads_unions(config, D, listed=spec.listed):
         shapes["block_counts"] = ((*lead, Hkv, tiles), whole)
     for name, size in (("k", D), ("v", Dv)) if config.computes("compressed") else ():
         if getattr(call, f"{name}_cmp") is None:

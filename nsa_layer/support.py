@@ -26,7 +26,11 @@ MOST_BLOCKS, MOST_OVERLAPS = 64, 64
 INDEX_DIMS = (16, 32, 64, 128)
 MOST_HEADS_BY_TILE, MOST_HEADS_BY_TOKEN = 32, 128
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-ROW_LENGTHS = (64, 128)  # D, which Dv is too
+# (D, Dv) that kernels are compiled for, ascending; others are padded.
+NATIVE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+DECODE_DIMS = ((64, 64), (128, 128))  # of the kernels of few queries on caches
+DIM_STEP, LEAST_DIM = 8, 16  # D and Dv are multiples of the one, and at least the other
+WIDEST_BY_KEY_TILE = 128  # D of Hopper's kernels over lists of key tiles
 
 
 def pages(backend: str) -> ModuleType:
@@ -39,20 +43,34 @@ def hopper_kv_tile(block_size: int) -> int:
     return 64 if block_size == 64 else KV_TILE
 
 
-def reads_unions(config: NSAConfig, *, listed: bool) -> bool:
+def reads_unions(config: NSAConfig, D: int, *, listed: bool) -> bool:
     """True if a kernel's tile of 128 rows reads the union of the lists of its queries; else tiles of 128 and 256
     queries have lists of key tiles, on Hopper, each wholly in a listed block.
 
     Args:
+        D: the head dimension of q and k.
         listed: the lists are the caller's.
     """
     if listed or config.q_tile < UNION_ROWS or config.block_size % hopper_kv_tile(config.block_size):
+        return True
+    if D > WIDEST_BY_KEY_TILE:
         return True
     return kernel_family(device_arch()) == 100
 
 
 def _dims(call: Call) -> tuple[int, int]:
     return call.q.shape[-1], (call.v if call.cache is None else call.cache.v_cache).shape[-1]
+
+
+def native_dims(D: int, Dv: int) -> tuple[int, int]:
+    """The dimensions that the kernels compute with: the smallest of `NATIVE_DIMS` that hold these, or, where none
+    does, these."""
+    return next((dims for dims in NATIVE_DIMS if dims[0] >= D and dims[1] >= Dv), (D, Dv))
+
+
+def _has_other_dims(call: Call) -> bool:
+    D, Dv = dims = _dims(call)
+    return native_dims(*dims) not in NATIVE_DIMS or Dv > D or Dv < LEAST_DIM or any(d % DIM_STEP for d in dims)
 
 
 def _selects(call: Call) -> bool:
@@ -80,7 +98,8 @@ def _has_too_many_overlaps(call: Call) -> bool:
 # an entry.
 SUPPORTED = (
     *(f"dtype {str(dtype).removeprefix('torch.')}" for dtype in KERNEL_DTYPES),
-    *(f"head dimension ({D}, {D})" for D in ROW_LENGTHS),
+    *(f"head dimensions {dims}" for dims in NATIVE_DIMS),
+    "other multiples of 8 from 16 to 256, Dv <= D, padded to these by a copy",
     "block_size that divides 128 or is a multiple of 64",
     "any compress_stride, not causal",
     "rule='index'",
@@ -101,9 +120,7 @@ SUPPORTED = (
 LACKING: dict[str, Callable[[Call], bool]] = {
     "dtype float32": lambda call: call.q.dtype is torch.float32,
     "dtype float64": lambda call: call.q.dtype is torch.float64,
-    "head dimension (96, 96)": lambda call: _dims(call) == (96, 96),
-    "head dimension (192, 128)": lambda call: _dims(call) == (192, 128),
-    "any other head dimension": lambda call: _dims(call) not in [(D, D) for D in ROW_LENGTHS],
+    "any other head dimensions": _has_other_dims,
     "any other block_size": lambda call: KV_TILE % call.config.block_size and call.config.block_size % UNION_BLOCK,
     "block_size below 16": lambda call: call.config.block_size < LEAST_BLOCK,
     "block_size 16 with G below 4, 32 with 1": lambda call: (

@@ -12,6 +12,7 @@ from nsa_layer.call import Call, CallSpec, Signature
 from nsa_layer.checks import starts_of_lengths
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.cute.padding import padded
 from nsa_layer.warm_up.api import argument_shapes
 
 DATA = ("smooth", "random")
@@ -114,7 +115,7 @@ class Shape:
     def signature(self) -> Signature:
         """The call without its numbers, as a compile job."""
         plan = plan_memory(self.sizes(), self.policy, torch.device("cpu"))
-        return Signature.of(self.call(), plan, backward=self.backward)
+        return Signature.of(padded(self.call()), plan, backward=self.backward)
 
     def describe(self) -> str:
         """The shape in one line."""

@@ -18,6 +18,7 @@ sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside th
 import block_sparse  # noqa: E402
 import compare_trees as trees  # noqa: E402
 import context_parallel as ranks  # noqa: E402
+import head_dims  # noqa: E402
 import index_layer  # noqa: E402
 import kernels_alone  # noqa: E402
 import layer_turns  # noqa: E402
@@ -48,12 +49,24 @@ for script in sys.argv[1:]:
 
 
 def test_without_a_gpu_they_say_so() -> None:
-    names = ["block_sparse", "compare_trees", "compress_factor", "minimax_layer", "mixed_batch", "select_by_index"]
-    names.append("upstream_faults")
+    names = ["block_sparse", "compare_trees", "compress_factor", "head_dims", "minimax_layer", "mixed_batch"]
+    names += ["select_by_index", "upstream_faults"]
     command = [sys.executable, "-c", RUN_EACH, *(str(FOLDER / f"{name}.py") for name in names)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == [f"{name}.py measures on a GPU, and PyTorch finds none" for name in names]
+
+
+def test_rates_of_head_dimensions() -> None:
+    """A padded one is measured by its own products, and by the time of the native one."""
+    medians = {
+        f"{name} {dims}": ms
+        for dims, ms in (((128, 128), 1.0), ((80, 64), 0.9), ((96, 96), 0.8))
+        for name in ("forward", "both")
+    }
+    cells = head_dims.row((80, 64), medians, 1_000_000)
+    assert cells["forward rate"] == f"{(80 + 64) / 256 / 0.9:.2f}" and cells["both padded"] == f"{0.9 / 0.8:.3f}"
+    assert head_dims.row((128, 128), medians, 1_000_000)["both rate"] == "1.00"
 
 
 @pytest.mark.parametrize("kind", ["random, mask", "random, full", "random, both", "all causal, both"])

@@ -19,6 +19,7 @@ from nsa_layer.context_parallel.layout import resized
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import CP, static_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
+from nsa_layer.cute.padding import cut, padded
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.layer import CONFIG, output_gradient, reads_output, static_arguments
 from nsa_layer.operators.registration import OPS, as_output, differentiate, dispatcher_sees, none_for_empty, register
@@ -50,8 +51,10 @@ def attend_shard(
     call = call._replace(cu_seqlens=starts)
     if spec.backend == "cute" and not call.one_branch:
         kept = kept_of_shard(call, total, memory, queries=q.shape[-3])
+    Dv, call = call.v.shape[-1], padded(call) if spec.backend == "cute" else call
     static = (*static_arguments(spec).values(), kept, call.needs_grad, *static_of(cp))
     o, *saved = _Attend.apply(static, *call.tensors)
+    o = cut(o, Dv)
     sums = torch.stack(saved[SUMS::FIELDS]).sum(0) if spec.index_loss else None
     if not return_aux:
         return o, None, sums

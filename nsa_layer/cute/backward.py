@@ -104,7 +104,7 @@ def backward_group(
     of_cmp = compressed_options(call, varlen) if compressed else None
     of_swa = window_options(call, varlen) if window else None
     cu_seqlens, fixed = varlen.cu_seqlens, dict(softmax_scale=scale)
-    unions = selected and reads_unions(config, listed=spec.listed)
+    unions = selected and reads_unions(config, k.shape[-1], listed=spec.listed)
     # Without unions dk and dv of the selected branch read lists by key tile; so does dq, unless its own pass is faster.
     split_dq = unions or selected and use_split_dq(q, v, spec)
     by_key, by_query = _selected_lists(call, varlen, saved, split_dq) if selected else (None, None)
@@ -206,7 +206,7 @@ def _selected_lists(call: Call, varlen: Varlen, saved: Saved, split_dq: bool) ->
     """Options of the selected branch's calls: over lists by key tile, where no unions are read; and over forward's."""
     by_key, by_query, selection = None, None, (call, varlen, saved.block_indices, saved.block_counts)
     with component("lists"):
-        if not reads_unions(call.config, listed=call.spec.listed):
+        if not reads_unions(call.config, call.k.shape[-1], listed=call.spec.listed):
             by_key = selected_options(*selection, backward=True)
         if split_dq or saved.o_slc is None:
             by_query = selected_options(*selection, backward=False)

@@ -195,7 +195,7 @@ def attend_selected(
         options: `selected_options`.
         page_table: int32 [B, n], of keys on pages, where `selected.reads_pages`.
     """
-    if reads_unions(spec.config, listed=spec.listed) and use_mma_sync(device_arch(q.device.index)):
+    if reads_unions(spec.config, k.shape[-1], listed=spec.listed) and use_mma_sync(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(options))
     if page_table is not None:  # in place of starts
         options = options | dict(page_table=page_table, cu_seqlens_k=None)

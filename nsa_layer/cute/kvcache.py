@@ -7,7 +7,7 @@ Calls of few queries have kernels of their own, `nsa_layer.kernels.decode`; the 
 - "pages": new tokens come with compressed caches, and on Hopper the selected branch reads pages (rows by index, and
   those of packed sequences, are pages too). Compressed keys and the window are copied side by side.
 - "copies": all slots of each sequence are copied side by side; from caches without new tokens, since nothing may be
-  cleared there, and where the branch reads no pages.
+  cleared there, where the branch reads no pages, and to rows of native head dimensions where the caches' are others.
 
 The host reads no number of the GPU: grids and workspaces follow from the caches' capacity. Copies are for as many
 sequences at once as `WORKSPACE` bytes hold.
@@ -28,6 +28,7 @@ from nsa_layer.call import CACHES, COMPRESSED_CACHES, SCALES, TOKEN_CACHES, Call
 from nsa_layer.cute.forward import forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.cute.padding import cut, padded, widened
 from nsa_layer.cute.selected import reads_pages
 from nsa_layer.cute.side_stream import SideStream, side_stream_for
 from nsa_layer.cute.varlen import starts_of
@@ -40,6 +41,7 @@ from nsa_layer.kernels.launch import aligned_rows, rows_aligned
 from nsa_layer.kernels.pooling.mean_pool import mean_pool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.projection import project
+from nsa_layer.support import native_dims
 from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
@@ -109,7 +111,7 @@ def needs_host_lengths(call: Call) -> bool:
 
 def _how_read(call: Call) -> str:
     """The way that attention reads the caches: "rows", "pages" or "copies"."""
-    if call.k is None or call.cache.in_fp8:
+    if call.k is None or call.cache.in_fp8 or _native(call) != _cache_dims(call):
         return "copies"
     if call.cache.page_table is None and call.cache.cache_batch_idx is None and not call.packed:
         return "rows"
@@ -119,8 +121,18 @@ def _how_read(call: Call) -> str:
     return "pages" if on_pages else "copies"
 
 
+def _cache_dims(call: Call) -> tuple[int, int]:
+    return call.cache.k_cache.shape[-1], call.cache.v_cache.shape[-1]
+
+
+def _native(call: Call) -> tuple[int, int]:
+    return native_dims(*_cache_dims(call))
+
+
 def _bytes_of_tokens(call: Call, tokens: int, names: Sequence[str] = TOKEN_CACHES) -> int:
-    return sum(tokens * x.shape[2:].numel() * call.q.element_size() for x in call.cache.named(names).values())
+    widths = {name: _native(call)[name[0] == "v"] for name in names if name != "k_index"}
+    sizes = ((x, widths.get(name, x.shape[-1])) for name, x in call.cache.named(names).items())
+    return sum(tokens * x.shape[2] * width * call.q.element_size() for x, width in sizes)
 
 
 def _bytes_copied(call: Call) -> int:
@@ -235,7 +247,8 @@ class _Chunk:
             with component("cache"):
                 more |= self._keys(part, side_stream)
             tensors = Call(**own, **more, q_offset=self.slots[CacheSlots.FIRST, part])
-            o, saved = infer(tensors, self.memory, side_stream)
+            o, saved = infer(padded(tensors), self.memory, side_stream)
+        o = cut(o, call.cache.v_cache.shape[-1])
         q, lses = own["q"], (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
         return o, *(q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32) if x is None else x for x in lses)
 
@@ -243,7 +256,7 @@ class _Chunk:
         """Keys and values of all branches by name, with slots for the caches' capacity of each sequence, and how they
         lie; those of a window on pages are copied on the stream of its attention."""
         call, starts, more, config = self.call, None, {}, self.call.config
-        capacity = call.cache.capacity
+        capacity, dims = call.cache.capacity, _native(call)
         count = config.compressed_length(capacity) if config.computes("compressed") else 0
         caches, scales = self._tensors(*CACHES), self._tensors(*SCALES)
         kv, of_window, index, compressed = caches[:2], caches[2:4], (caches[4], None), caches[5:]
@@ -251,10 +264,9 @@ class _Chunk:
             kv, of_window, index = (_map_pair(aligned_rows, pair) for pair in (kv, of_window, index))
             compressed = _map_pair(lambda x: aligned_rows(x[:, :count]), compressed)
         elif self.how == "copies":
-            (kv, starts), (of_window, _) = (
-                self._copied(pair, part, KV_ROWS, 0, capacity, of_pair)
-                for pair, of_pair in ((kv, scales[:2]), (of_window, scales[2:4]))
-            )
+            pairs = ((kv, scales[:2]), (of_window, scales[2:4]))
+            copies = [self._copied(pair, part, KV_ROWS, 0, capacity, of_pair, dims=dims) for pair, of_pair in pairs]
+            (kv, starts), (of_window, _) = copies
         else:
             if config.computes("window"):
                 of_window = tuple(shared if x is None else x for x, shared in zip(of_window, kv))
@@ -263,7 +275,7 @@ class _Chunk:
                 more = dict(win_offset=self.slots[CacheSlots.IN_WINDOW, part], cu_seqlens_win=starts)
             more["pages"] = self.tables[0][part]
         if self.how != "rows":
-            compressed, _ = self._copied(compressed, part, CMP_ROWS, 0, count, scales[5:])
+            compressed, _ = self._copied(compressed, part, CMP_ROWS, 0, count, scales[5:], dims=dims)
             index, _ = self._copied(index, part, KV_ROWS, 0, capacity, (scales[4], None))
         sources = tuple(x if y is None else None for x, y in zip(kv, compressed))
         if count and any(x is not None for x in sources):
@@ -285,6 +297,7 @@ class _Chunk:
         *,
         dtype: torch.dtype | None = None,
         side_stream: SideStream | None = None,
+        dims: tuple[int, int] | None = None,
     ) -> tuple[Pair, Tensor | None]:
         """Rows of the part's sequences in two caches, side by side, and their starts.
 
@@ -294,16 +307,22 @@ class _Chunk:
             scales: of the caches, in FP8.
             dtype: of the copies; None: q's.
             side_stream: that copies, if there is one.
+            dims: elements of the copies' rows, zeros behind the caches'; None: as many.
         """
         if all(x is None for x in caches):
             return caches, None
         starts, lead = self._layout(part, factor, more)
         table = self.tables[int(fields == CMP_ROWS)]
         caches, table = (_map_pair(lambda x: x[part], caches), None) if table is None else (caches, table[part])
-        dtype = self.call.q.dtype if dtype is None else dtype
-        copies = _map_pair(lambda x: x.new_empty(*lead, *x.shape[2:], dtype=dtype), caches)
+        widths = dims or tuple(x if x is None else x.shape[-1] for x in caches)
+        sizes, dtype = zip(caches, widths), self.call.q.dtype if dtype is None else dtype
+        copies = tuple(x if x is None else x.new_empty(*lead, x.shape[2], D, dtype=dtype) for x, D in sizes)
+        rows = tuple(x if x is None else copy[..., : x.shape[-1]] for x, copy in zip(caches, copies))
         with nullcontext() if side_stream is None else side_stream.launches():
-            gather(caches, copies, table, self.slots[:, part], fields, starts, scales)
+            gather(caches, rows, table, self.slots[:, part], fields, starts, scales)
+        for copy, x in zip(copies, rows):
+            if x is not None and x.shape != copy.shape:
+                copy[..., x.shape[-1] :].zero_()
         return copies, starts
 
     def _layout(self, part: slice, factor: int, more: int, size: int = 1) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -330,7 +349,10 @@ class _Chunk:
         """Compressed keys of k and values of v, as the layer makes and rounds them; lead: their leading dimensions;
         dtype: None for q's."""
         call, exact, dtype = self.call, torch.float32, self.call.q.dtype if dtype is None else dtype
-        weights = call.compress_k_weight, call.compress_v_weight
+        weights = tuple(
+            w if x is None else widened(w, x.shape[-1], square=True)
+            for x, w in zip(tokens, (call.compress_k_weight, call.compress_v_weight))
+        )
         k_dtype, v_dtype = (dtype if weight is None else exact for weight in weights)
         options = dict(block_size=call.config.span, stride=call.config.stride, k_dtypes=(k_dtype,), v_dtype=v_dtype)
         if starts is not None:

@@ -18,7 +18,7 @@ import torch
 from nsa_layer.call import Call
 from nsa_layer.config import BRANCHES, NSAConfig, require_one_of
 from nsa_layer.kernels.union_lists.sizes import CHUNKS, longest_work_tile, most_partials, union_capacity, words_of_entry
-from nsa_layer.support import UNION_BLOCK, UNION_ROWS, reads_unions
+from nsa_layer.support import UNION_BLOCK, UNION_ROWS, native_dims, reads_unions
 
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)
 # The outputs to save, of the compressed, the selected and the window branch: the first choice that fits.
@@ -76,6 +76,7 @@ class Sizes(NamedTuple):
         gate: "weight", "given" (the caller's gates) or "none".
         own_window: the window has keys or values of its own.
         index_row: elements of a token's queries and keys of an index with a loss, else 0.
+        unpadded: D and Dv of the caller's tensors, which are copied to rows of the native D and Dv; None: they are not.
     """
 
     tokens: int
@@ -95,6 +96,7 @@ class Sizes(NamedTuple):
     own_window: bool = False
     needs_grad: bool = True
     index_row: int = 0
+    unpadded: tuple[int, int] | None = None
 
     @property
     def one_branch(self) -> bool:
@@ -106,12 +108,14 @@ class Sizes(NamedTuple):
         """The sizes of a call; of k the shape is that of v."""
         spec, config, q, v, lists = call.spec, call.config, call.q, call.v, call.block_indices
         counts = (q.shape[:-2].numel(), v.shape[:-2].numel(), call.longest_k)
-        heads = (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
+        of_caller = (q.shape[-1], v.shape[-1])
+        heads = (q.shape[-2], v.shape[-2], *(dims := native_dims(*of_caller)))
         width = config.list_width(call.longest_k) if lists is None else lists.shape[-1]
-        of_lists = (width, call.q_heads_per_list, reads_unions(config, listed=spec.listed), lists is not None)
+        unions = reads_unions(config, dims[0], listed=spec.listed)
+        of_lists = (width, call.q_heads_per_list, unions, lists is not None)
         of_index = (call.q_index, call.k_index) if spec.index_loss else ()
         index_row = sum(x.shape[-2:].numel() for x in of_index)
-        more = (call.gate, call.has_own_window, needs_grad, index_row)
+        more = (call.gate, call.has_own_window, needs_grad, index_row, None if dims == of_caller else of_caller)
         return cls(*counts, *heads, q.element_size(), config, *of_lists, *more)
 
 
@@ -171,12 +175,16 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     saved = rows * (sum(kept) * sizes.Dv * e + (config.num_branches + gates) * 4)
     saved += blocks * sizes.Hkv * row_sizes * e + saved_lists
     numbers = 0 if sizes.one_branch else 2 * row_numbers
-    with_gradients = (rows + keys * (1 + sizes.own_window) * sizes.Hkv) * row_sizes + tokens * sizes.index_row
+    of_keys = keys * (1 + sizes.own_window) * sizes.Hkv
+    padded = 0 if sizes.unpadded is None else (rows * sizes.D + of_keys * row_sizes) * e
+    more_D, more_Dv = sizes.unpadded or (0, 0)  # what is cut off is copied
+    with_gradients = (rows + of_keys) * (row_sizes + more_D + more_Dv) + tokens * sizes.index_row
+    forward = kept.count(False) * branch + numbers + compressed + selection + query_lists
     return {
-        "saved": saved * sizes.needs_grad,
-        "forward": kept.count(False) * branch + numbers + compressed + selection + query_lists,
+        "saved": (saved + padded) * sizes.needs_grad,
+        "forward": forward + padded * (not sizes.needs_grad),
         "backward": backward * sizes.needs_grad,
-        "outputs": rows * sizes.Dv * e,
+        "outputs": rows * (sizes.Dv + more_Dv) * e,
         "gradients": with_gradients * e * sizes.needs_grad,
     }
 

@@ -33,7 +33,7 @@ def select_blocks(
     options["cu_blocks"] = varlen.cu_compressed
     if not config.by_token:
         indices, counts = block_topk(call.q, k_cmp, cu_seqlens=varlen.cu_seqlens, **options)
-        return indices.transpose(-3, -2), None if reads_unions(config, listed=False) else counts, None
+        return indices.transpose(-3, -2), None if reads_unions(config, call.k.shape[-1], listed=False) else counts, None
     by_token = dict(width=config.list_width(max(varlen.longest_k, call.k.shape[-3])))  # on pages or in a tensor
     if call.packed:
         by_token |= dict(cu_seqlens=varlen.cu_seqlens, max_seqlen=varlen.longest)

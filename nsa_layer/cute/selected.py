@@ -38,7 +38,7 @@ def use_split_dq(q: Tensor, v: Tensor, spec: CallSpec) -> bool:
 def reads_pages(config: NSAConfig, k_cache: Tensor, v_cache: Tensor, *, listed: bool) -> bool:
     """True if the branch reads keys on pages, [pages, page, Hkv, D]; listed: of the caller's lists."""
     aligned = k_cache.shape[1] % UNION_BLOCK == 0 and rows_aligned(k_cache) and rows_aligned(v_cache)
-    return aligned and reads_unions(config, listed=listed) and _on_hopper(k_cache.device)
+    return aligned and reads_unions(config, k_cache.shape[-1], listed=listed) and _on_hopper(k_cache.device)
 
 
 def _on_hopper(device: torch.device) -> bool:
@@ -61,7 +61,7 @@ def selected_options(
     """
     spec, config, heads = call.spec, call.config, (call.q.shape[-2], call.k.shape[-2])
     options = dict(causal=spec.causal) | token_options(varlen)
-    if reads_unions(config, listed=spec.listed):
+    if reads_unions(config, call.k.shape[-1], listed=spec.listed):
         lists = query_lists(call, varlen, block_indices)
         options |= dict(block_sparse_tensors=lists, pack_gqa=block_indices.shape[-2] == heads[1])
         return options | dict(q_offset=call.q_offset if spec.causal else None)

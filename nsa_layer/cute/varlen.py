@@ -58,7 +58,7 @@ class Varlen(NamedTuple):
         if not call.packed:
             return cls(*[None] * 9, *longest)
         rows, kv_tile = call.q_heads_per_list, config.block_size  # which `cu_key_blocks` count
-        if not reads_unions(config, listed=spec.listed):
+        if not reads_unions(config, k.shape[-1], listed=spec.listed):
             kv_tile = hopper_kv_tile(kv_tile)
         of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, UNION_ROWS - 1, UNION_ROWS)
         of_k = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)

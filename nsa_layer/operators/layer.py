@@ -16,6 +16,7 @@ from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, CallSpec, Saved
 from nsa_layer.checks import check_compressed, check_lists, check_positions, host_reads, starts_of_lengths, with_lengths
 from nsa_layer.config import CONFIG_FIELDS, NSAConfig
 from nsa_layer.cute.memory_plan import NOTHING, MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
+from nsa_layer.cute.padding import cut, padded
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher, none_for_empty
 from nsa_layer.operators.tape import replayed
 from nsa_layer.saved_shapes import saved_shapes
@@ -39,7 +40,7 @@ def attend(
     operator.
     """
     call = call.with_scores(return_aux)
-    (q, k), spec, needs_grad = call[:2], call.spec, call.needs_grad
+    (q, k, v), spec, needs_grad = call[:3], call.spec, call.needs_grad
     if spec.backend == "reference":
         return reference.attend(call)
     if spec.lengths is not None:  # starts on a GPU are not read twice
@@ -57,6 +58,7 @@ def attend(
             plan = plan_memory(Sizes.of(call, needs_grad=needs_grad), memory, q.device)
             heads, kept = plan.groups[0][1], plan.kept
     static = (*static_arguments(spec).values(), heads, memory.budget, kept, spec.bound, needs_grad)
+    call = padded(call) if spec.backend == "cute" else call
     tensors = call.tensors
     if needs_dispatcher(tensors):
         o, *saved = OP(*tensors, *static)
@@ -65,7 +67,7 @@ def attend(
     else:
         with torch.no_grad():
             o, *saved = _forward(*tensors, *static)
-    saved = Saved(*map(none_for_empty, saved[:FIELDS]))
+    saved, o = Saved(*map(none_for_empty, saved[:FIELDS])), cut(o, v.shape[-1])
     return o, saved.aux(call) if return_aux else None, saved.index_sums
 
 

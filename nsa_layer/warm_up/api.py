@@ -26,7 +26,7 @@ import torch
 from nsa_layer.call import Call, CallSpec, Signature
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, kept_in_graphs
-from nsa_layer.support import device_arch, kernel_family
+from nsa_layer.support import device_arch, kernel_family, native_dims
 from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel
 
 WORKERS = "NSA_COMPILE_WORKERS"
@@ -136,7 +136,7 @@ def warm_up(
             raise ValueError(f"a shape must be (B, T, Hq, Hkv, D), got {shape!r}")
         B, T, Hq, Hkv, D = shape
         tokens = (B * T,) if packed else (B, T)
-        named = argument_shapes(tokens, tokens, Hq, Hkv, D, D, gate=gate, projected=projected)
+        named = argument_shapes(tokens, tokens, Hq, Hkv, *native_dims(D, D), gate=gate, projected=projected)
         tensors = tuple((name, size, dtype) for name, size in named.items())
         plan = MemoryPlan(((0, Hkv),), kept_in_graphs(MemoryPolicy(), backward))
         # Where the host does not know lengths, lists have capacity for one sequence of all tokens.

@@ -55,7 +55,7 @@ class DemoConfig:
     minutes: float = _option("stop training this many minutes after the start of the command; 0: no limit")
     dim: int = _option("width of the model")
     layers: int = _option("number of layers")
-    heads: int = _option("query heads; the head dimension is dim / heads (the kernels take 64 and 128)")
+    heads: int = _option("query heads; the head dimension is dim / heads (64 and 128 are fastest)")
     kv_heads: int = _option("key/value heads")
     block_size: int = _option("tokens in a block of compression and selection")
     block_counts: int = _option("blocks selected for each query, or tile of queries")

@@ -128,7 +128,7 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     for name, count in pairs.items():
         floors[name, "forward"] = Work(q + o + keys[name] + rows, 2 * count * s.Hq * (s.D + s.Dv))
         floors[name, "backward"] = Work(2 * q + o + 2 * keys[name] + 2 * rows, 2 * count * s.Hq * (3 * s.D + 2 * s.Dv))
-    if reads_unions(config, listed=False) and backend == "cute":
+    if reads_unions(config, s.D, listed=False) and backend == "cute":
         # Unions cannot be shorter than one token's list; pairs are read from the lists, and written once.
         G = s.Hq // s.Hkv
         entries = sum(-(-length * G // UNION_ROWS) for length in lengths) * s.Hkv * config.list_width(max(lengths))

@@ -6,13 +6,12 @@ import itertools
 
 import torch
 
-from nsa_layer import support
 from nsa_layer.config import NSAConfig
 from nsa_tools.shape import Shape
 
 OPTIONS = {
     "dtype": (torch.bfloat16, torch.float16),
-    "D": support.ROW_LENGTHS[::-1],
+    "D": (128, 64),
     "heads": ((8, 2), (2, 2), (4, 1)),
     "causal": (True, False),
     "packed": (False, True),

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, built_kernels, compile_backward, noted, on_cpu
+from fa_compile import Worker, built_kernels, compile_backward, noted, on_cpu, swept
 from fa_compress import FIXED
 from fa_reference import one_pass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
-from fuzz.attention import make_inputs
+from fuzz.attention import make_inputs, run
 from fuzz.canary import Guarded
 from fuzz.case import Attention as Case
+from fuzz.oracle import assert_right
 
 BLOCKS, HEADS, SHARES = 5, 3, 4
 
@@ -120,6 +121,28 @@ def test_results_do_not_change_under_load(Hkv: int, deterministic: bool, monkeyp
             scale = float(expected[name].abs().max())
             torch.testing.assert_close(got[name], expected[name], rtol=1e-2, atol=1e-2 * scale, msg=f"{name}, {rank}")
             assert not deterministic or got[name].equal(first[name]), (name, rank)
+
+
+GROUPED = Case(D=192, Dv=128, Hq=8, Hkv=2, T_q=500, T_k=500, causal=True)
+UNEQUAL = [
+    GROUPED,
+    replace(GROUPED, deterministic=True),
+    replace(GROUPED, causal=False, window=(99, 0), packed=((300, 300), (0, 0), (130, 130))),
+    replace(GROUPED, causal=False, T_k=20, compress=(25, 24)),
+]
+
+
+@pytest.mark.parametrize("case", swept(UNEQUAL), ids=str)
+def test_groups_at_unequal_head_dimensions_are_traced(compiler_sm90: Worker, case: Case) -> None:
+    compiler_sm90.trace(compile_backward, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", UNEQUAL, ids=str)
+def test_groups_at_unequal_head_dimensions(case: Case) -> None:
+    x = make_inputs(case)
+    (got,) = run(case, x)
+    assert_right(case, x, got)
 
 
 LISTED = dict(T_q=500, T_k=500, D=128, causal=True, lists="both")

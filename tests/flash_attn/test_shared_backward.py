@@ -105,6 +105,19 @@ def test_nothing_but_the_kernels_and_the_conversions_is_launched(compiler_sm90: 
     assert packed[0] == f"{kernel} (128, 128)" and not any("Preprocess" in name for name in packed + ordered)
 
 
+def accumulators(case: Case) -> tuple[int, ...]:
+    """The shape of the accumulator of dq; in a worker."""
+    from flash_attn.cute.shared_backward import backward_layout
+
+    x = make_inputs(case)
+    return backward_layout(x.q, x.k, x.v, **of_backward(case, x)).dq.shape
+
+
+def test_calls_share_at_head_dimension_256(compiler: Worker) -> None:
+    case = replace(BASE, D=256, window=(199, 0))
+    assert compiler.trace(accumulators, case) == (case.B, case.Hq, 1024 * 256)
+
+
 def conversions(arch: int, D: int) -> None:
     """Compile every conversion that adds; in a worker."""
     from flash_attn.cute.bwd_accum_tile import AccumTileOrder

@@ -42,6 +42,7 @@ GROUPS = (16, 3, 4, 8, 1, 2)
 NEAR = dict(near=True, Hkv=1)
 PAIRS = ((300, 700),) * 2
 PACKED = dict(near=True, form="compact")
+PAPER = dict(D=192, Dv=128)
 CASES = [
     tokens(*PAIRS, D=64, causal=False, dtype="float16"),
     tokens((1000, 1000), keys=16, add=True),
@@ -77,8 +78,22 @@ CASES = [
     tokens((100, 200), (1, 101), (300, 400), G=3, keys=128, D=64, **PACKED),
     tokens((100, 200), (1, 101), (300, 400), Hkv=1, by_head=True, add=True, **PACKED),
     tokens((100, 120), (1, 21), (300, 320), G=8, Hkv=1, keys=32, add=True, **PACKED),
+    tokens((1000, 1077), D=96, near=True, cap=100, add=True),
+    tokens((1000, 1077), **PAPER, near=True, cap=100, add=True),
+    tokens((100, 100), (0, 0), (600, 600), (1, 1), (65, 65), G=3, **PAPER, **PACKED),
+    tokens(*PAIRS, G=4, by_head=True, **PAPER),
+    tokens((1000, 1000), G=4, keys=16, causal=False, **PAPER, **NEAR),
+    tokens(*((500, 500),) * 2, D=256, G=8, n=9, cap=100, **NEAR),
+    tokens((100, 200), (1, 101), (300, 400), D=256, G=3, keys=128, add=True, **PACKED),
+    tokens(*PACK, D=256, G=2, form="padded", dtype="float16"),
 ]
-SUMS = [CASES[2], tokens(*((500, 500),) * 2), tokens(*((500, 500),) * 2, G=160), *(CASES[i] for i in (7, 8, 10))]
+SUMS = [
+    CASES[2],
+    tokens(*((500, 500),) * 2),
+    tokens(*((500, 500),) * 2, G=160),
+    tokens(*((500, 500),) * 2, **PAPER),
+    *(CASES[i] for i in (7, 8, 10)),
+]
 BATCH = tokens(*((300, 768),) * 2, G=4)
 BEHIND = tokens((300, 768), (1, 768), (77, 768), G=4, form="compact")
 
@@ -185,7 +200,9 @@ def test_the_kernel_of_pages_is_that_of_keys_that_lie_together(compiler_sm90: Wo
     assert found == [(1, 1, True, case is BATCH)]
 
 
-@pytest.mark.parametrize("case", [tokens(), tokens(*PACK, G=3, D=96, form="stacked", causal=False)], ids=str)
+@pytest.mark.parametrize(
+    "case", [tokens(), tokens(*PACK, G=3, D=96, form="stacked", causal=False), tokens(**PAPER)], ids=str
+)
 def test_softmaxes_run_under_products(compiler_sm90: Worker, case: TokenCase) -> None:
     """Heads that divide a tile come by TMA, others by cp.async. Registers suffice.
 
@@ -201,6 +218,8 @@ DQ = [
     (compile_dq, tokens(*PACK, G=3, D=64, form="ragged", causal=False), "add"),
     (compile_dq, tokens(G=4, by_head=True), "sums"),
     (compile_dq, tokens(G=4, keys=16), "dq"),
+    (compile_dq, tokens(**PAPER), "sums"),
+    (compile_dq, tokens(D=256), "add"),
 ]
 LONG = tokens((1000, 1000), **NEAR)
 DKDV = [
@@ -211,6 +230,9 @@ DKDV = [
     tokens((1000, 1000), G=160, dtype="float16", **NEAR),
     tokens((1000, 1000), G=4, form="compact", by_head=True, **NEAR),
     tokens((1000, 1000), G=4, keys=16, **NEAR),
+    tokens((1000, 1000), D=256, **NEAR),
+    tokens((1000, 1000), D=96, **NEAR),
+    tokens((1000, 1000), G=4, add=True, **PAPER, **NEAR),
 ]
 PAGES = [pytest.param((compile_pages, case), marks=pytest.mark.sweep) for case in (BATCH, BEHIND)]
 
@@ -275,7 +297,8 @@ REFUSED = [
     ("mask_block_bits", compile_backward, tokens(), dict(argument="block_sparse_tensors_fwd")),
     ("accum with mask_block_bits", compile_dq, tokens(), dict(output="accum")),
     ("pages of a multiple of 64 keys, got 96", compile_pages, BATCH, dict(page=96)),
-    ("dimensions 96 and 96", compile_dkdv, tokens((1000, 1000), D=96, **NEAR), {}),
+    ("dimensions 192 and 192", compile_dkdv, tokens((1000, 1000), D=192, **NEAR), {}),
+    ("dimensions 192 and 192", compile_dq, tokens(D=192), {}),
     ("blocks of 48 keys", compile_dkdv, tokens((1000, 1000), keys=48, **NEAR), {}),
     ("float32", compile_dkdv, tokens((1000, 1000), dtype="float32", **NEAR), {}),
 ]

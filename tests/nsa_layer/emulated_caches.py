@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_layer import NSAConfig
+from nsa_layer import NSAConfig, support
 from nsa_layer.call import Call
 from nsa_layer.cute import kvcache
 from nsa_layer.eager import pooling
@@ -22,14 +22,15 @@ BEHIND = 5
 
 
 @contextmanager
-def emulated() -> Iterator[None]:
-    """Within, these functions stand for kernels."""
+def emulated(dims: tuple[tuple[int, int], ...] = ((8, 6), (8, 8))) -> Iterator[None]:
+    """Within, these functions stand for kernels, whose native head dimensions are `dims`."""
     with pytest.MonkeyPatch.context() as patch:
         for stand_in in (locate, append, complete_blocks, gather, clear, mean_pool, invalidate_rows):
             patch.setattr(kvcache, stand_in.__name__, stand_in)
         patch.setattr(kvcache, "reads_pages", lambda *_, **__: True)
         patch.setattr(kvcache, "aligned_rows", lambda x: x)
         patch.setattr(kvcache, "infer", infer)
+        patch.setattr(support, "NATIVE_DIMS", dims)
         yield
 
 
@@ -136,6 +137,7 @@ def invalidate_rows(o, lses, slots, cu_seqlens):
 
 def infer(call, memory, side_stream):
     """Eager's, of keys of which those behind the last query's are finite for a while."""
+    assert (call.q.shape[-1], call.v.shape[-1]) in support.NATIVE_DIMS
     given = call._asdict()
     spec = given.pop("spec")
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))

@@ -232,6 +232,18 @@ def test_compressed_keys_may_lie_with_their_last_tokens(backend: str, config: NS
         caches.finish(CUTS["ragged"], backend)
 
 
+OTHER_DIMS = product(["plain", "overlapping, weights", "own keys", "index, all branches"], KEPT)
+
+
+@pytest.mark.parametrize("name, kept", [run for run in OTHER_DIMS if run != ("own keys", "made anew")])
+def test_caches_of_other_head_dimensions_are_copied_to_native_rows(name: str, kept: str) -> None:
+    pytest.importorskip("cutlass")
+    from emulated_caches import emulated
+
+    with emulated(dims=((16, 12),)):
+        Caches(make_inputs(VARIANTS[name]), *KEPT[kept]).finish(CUTS["ragged"], "cute")
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", ["overlapping, weights", "own keys", "no window", "index, one key"])
 def test_reference(name: str, fp8: bool) -> None:

@@ -60,9 +60,7 @@ INDEX = NSAConfig(rule="index", branches=("selected",), block_counts=128)
 UNSUPPORTED = {
     "dtype float32": dict(dtype=torch.float32),
     "dtype float64": dict(dtype=torch.float64),
-    "head dimension (96, 96)": dict(D=96, Dv=96),
-    "head dimension (192, 128)": dict(D=192, Dv=128),
-    "any other head dimension": dict(D=80, Dv=80),
+    "any other head dimensions": dict(D=264, Dv=128),
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
@@ -90,6 +88,8 @@ FIXED, MOST = NSAConfig(deterministic=True), NSAConfig(block_counts=64)
 MANY = TILES.replace(block_counts=65)
 SUPPORTED = {
     **{f"D {D}, {dtype}": dict(D=D, Dv=D, dtype=dtype) for D in (64, 128) for dtype in (torch.float16, torch.bfloat16)},
+    **{f"D {D}, Dv {Dv}": dict(D=D, Dv=Dv) for D, Dv in ((16, 16), (24, 16), (96, 96), (128, 64))},
+    **{f"D {D}, {Dv}": dict(D=D, Dv=Dv) for D, Dv in ((192, 128), (256, 256), (144, 136))},
     **{f"tiles of {q_tile}": dict(config=NSAConfig(q_tile=q_tile)) for q_tile in (1, 2, 64)},
     "the paper's": dict(config=NSAConfig.paper()),
     "lists for each token": dict(config=NSAConfig(), lists=(1, 3)),
@@ -117,6 +117,12 @@ def test_the_kernels_are_the_default_on_their_gpus(arch: int, asked: dict) -> No
     assert choose(**asked) == choose("cute", **asked) == "cute"
 
 
+@pytest.mark.parametrize("dims", [(8, 8), (16, 8), (20, 16), (64, 72), (264, 64)])
+def test_other_head_dimensions_are_refused(arch: int, dims: tuple[int, int]) -> None:
+    with pytest.raises(NotImplementedError, match="any other head dimensions"):
+        choose(D=dims[0], Dv=dims[1])
+
+
 def test_one_head_more_is_refused(arch: int) -> None:
     """Than the kernels of selection take, or one less than small blocks need."""
     tiles, sizes = TILES.replace(block_counts=64), ((16, 3), (32, 1))
@@ -130,13 +136,14 @@ def test_one_head_more_is_refused(arch: int) -> None:
 def test_tiles_read_unions_where_blocks_are_no_whole_key_tiles(arch: int, block_size: int) -> None:
     for q_tile, lists in ((1, False), (16, False), (64, False), (64, True)):
         if not (q_tile % block_size and block_size % q_tile):
-            assert support.reads_unions(NSAConfig(block_size=block_size, q_tile=q_tile), listed=lists)
+            assert support.reads_unions(NSAConfig(block_size=block_size, q_tile=q_tile), 128, listed=lists)
     if block_size == 192:
         config = NSAConfig(block_size=192, q_tile=64)
-        assert support.reads_unions(config, listed=False)
+        assert support.reads_unions(config, 128, listed=False)
         return
     config = NSAConfig(block_size=block_size, q_tile=128)
-    assert support.reads_unions(config, listed=False) == (arch == 100 or block_size < 64)
+    assert support.reads_unions(config, 128, listed=False) == (arch == 100 or block_size < 64)
+    assert support.reads_unions(config, 192, listed=False)
 
 
 @pytest.mark.parametrize("other", [80, 89, 120])

@@ -103,10 +103,11 @@ for lists, lengths, keys in (((1, 300, 2, 5), (None, None), 300), ((1, 300, 4, 5
         call = Signature(tuple(given), spec, MemoryPlan(((0, 2),), (False,) * 3), backward)
         assert list(kernel_files(call)) == asked(call), call
         assert len(asked(call)) == (8 if backward else 2), asked(call)
-for lengths, bound, lead in ((None, None, (2, 30)), ((7, 53), None, (60,)), (None, 60, (60,))):
+cached = ((None, None, (2, 30)), ((7, 53), None, (60,)), (None, 60, (60,)))
+for lengths, bound, lead, D in (*((*each, 64) for each in cached), (*cached[1], 80)):
     new, pages = dict(q=4, k=2, v=2), dict(k_cache=64, v_cache=64, k_cmp_cache=1, v_cmp_cache=1)
-    tensors = [(name, (*lead, H, 64), torch.bfloat16) for name, H in new.items()]
-    tensors += [(name, (9, page, 2, 64), torch.bfloat16) for name, page in pages.items()]
+    tensors = [(name, (*lead, H, D), torch.bfloat16) for name, H in new.items()]
+    tensors += [(name, (9, page, 2, D), torch.bfloat16) for name, page in pages.items()]
     tensors += [("cache_seqlens", (2,), number), ("page_table", (2, 4), number), ("cmp_page_table", (2, 4), number)]
     tensors += [("cu_seqlens", (3,), number)] * (lead == (60,))
     order = Call._fields + KVCache._fields

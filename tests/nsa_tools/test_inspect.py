@@ -43,6 +43,8 @@ def test_explain_backend() -> None:
     assert inspect.explain_backend(shape, 90) == ("cute", "kernels for sm_90")
     assert inspect.explain_backend(shape, 0) == ("eager", "no GPU")
     assert inspect.explain_backend(shape, 80)[0] == "eager"
-    backend, reason = inspect.explain_backend(replace(shape, D=96, Dv=96), 100)
-    assert backend == "none" and "head dimension (96, 96)" in reason
+    padded = "kernels for sm_90, with rows that are copied to D 96, Dv 96"
+    assert inspect.explain_backend(replace(shape, D=88, Dv=80), 90) == ("cute", padded)
+    backend, reason = inspect.explain_backend(replace(shape, D=264), 100)
+    assert backend == "none" and "any other head dimensions" in reason
     assert inspect.explain_backend(replace(shape, Hq=30), 90)[0] == "none"

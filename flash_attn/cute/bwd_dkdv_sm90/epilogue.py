@@ -21,13 +21,13 @@ from flash_attn.cute.lists.tiling import ROWS
 ROWS_OF_THREAD = 2
 
 
-def partial_sum(partials: cute.Tensor, index: Int32, which: int | Int32, thread: Int32, columns: int) -> cute.Tensor:
-    """A thread's registers of one partial sum of dk (0) or dv (1): [4, columns / 8].
+def partial_sum(partials: cute.Tensor, index: Int32, which: int, thread: Int32, dims: tuple[int, int]) -> cute.Tensor:
+    """A thread's registers of one partial sum of dk (0) or dv (1), of these head dimensions: [4, columns / 8].
 
     partials: fp32, one after the other.
     """
-    begin = partials.iterator + ((Int64(index) * 2 + which) * (ROWS * columns) + thread * 4)
-    return cute.make_tensor(begin.align(16), cute.make_layout((4, columns // 8), stride=(1, 4 * THREADS)))
+    begin = partials.iterator + (Int64(index) * (ROWS * sum(dims)) + (which * ROWS * dims[0] + thread * 4))
+    return cute.make_tensor(begin.align(16), cute.make_layout((4, dims[which] // 8), stride=(1, 4 * THREADS)))
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ def add_partial_sums(
         acc = cute.make_rmem_tensor((4, 4), Float32)
         acc.fill(0.0)
         number = work_tiles.work_tiles[first, 3]
-        for i in cutlass.range(end - first, unroll=8):
-            added = partial_sum(outputs[2], (number + i) * spec.parts + part, which, thread, spec.head_dim)
-            loaded = cute.make_rmem_tensor((4, 4), Float32)
-            cute.autovec_copy(cute.local_tile(added, (4, 4), (0, columns)), loaded)
-            acc.store(acc.load() + loaded.load())
         for i, scale in enumerate((softmax_scale, Float32(1.0))):
-            if which == i:
+            if (which == i) & (columns < spec.dims[i] // 32):
+                for n in cutlass.range(end - first, unroll=8):
+                    added = partial_sum(outputs[2], (number + n) * spec.parts + part, i, thread, spec.dims)
+                    loaded = cute.make_rmem_tensor((4, 4), Float32)
+                    cute.autovec_copy(cute.local_tile(added, (4, 4), (0, columns)), loaded)
+                    acc.store(acc.load() + loaded.load())
                 rows = seqlen.offset_batch_K(outputs[i], batch, dim=3)[None, None, head]
                 KeyRows(rows, first_key, work_tiles.end(first_key, seqlen), thread, spec.add).write(acc, scale, columns)

@@ -1,7 +1,8 @@
 """dk and dv of attention where every token has its own list of key blocks, on SM90 and SM100: deterministic.
 
 A warpgroup keeps 64 keys of one key/value head and gathers the q and do of the tokens that list them, all heads of the
-group: nothing is computed that no token asked for,
+group (at large head dimensions two warpgroups share 64 keys, and make dk and dv): nothing is computed that no token
+asked for,
 
     S^T = k q^T,  P^T = exp2(S^T * scale * log2(e) - lse_log2),  dP^T = v do^T,  dS^T = P^T * (dP^T - dpsum),
     dv += P^T do,  dk += dS^T q.
@@ -54,10 +55,10 @@ def backward_dkdv(
     Tensors have been checked by the caller, and none is empty.
 
     Args:
-        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
+        q, dout: [B, T, Hq, D] and Dv, or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D] and Dv, or packed.
         dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; read where there are queries.
         pairs: the tokens of each block, and how they are dealt out.
-        dk, dv: like k; contiguous in their last dimension.
+        dk, dv: like k and v; contiguous in their last dimension.
         softmax_scale: 1 / sqrt(D) unless given.
         causal: a token sees the keys up to its own position among them.
         add: what dk and dv hold is added before rounding, as `shared_backward.convert` does.
@@ -71,10 +72,11 @@ def backward_dkdv(
     reason = unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], pairs.block_size)
     if reason is not None:
         raise NotImplementedError(reason)
-    packed, D = cu_seqlens_q is not None, q.shape[-1]
+    packed, D, Dv = cu_seqlens_q is not None, q.shape[-1], v.shape[-1]
     spec = DkdvSpec(
         dtype=q.dtype,
         head_dim=D,
+        head_dim_v=Dv,
         group=q.shape[-2] // k.shape[-2],
         block_size=pairs.block_size,
         causal=causal,
@@ -87,7 +89,7 @@ def backward_dkdv(
     )
     key = (dispatch_arch(), target_sm_count(), spec)
     kernel = _compiled(key, lambda: FlashAttentionBackwardDkdvSm90(spec), lambda: _fake_arguments(spec))
-    partials = torch.empty(max(pairs.partials, 1) * spec.parts * 2 * ROWS * D, dtype=torch.float32, device=q.device)
+    partials = torch.empty(max(pairs.partials, 1) * spec.parts * ROWS * (D + Dv), dtype=torch.float32, device=q.device)
     if not is_fake_mode():
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         kernel(
@@ -101,11 +103,11 @@ _compiled = CompiledKernels("bwd_dkdv")
 
 
 def _fake_arguments(spec: DkdvSpec) -> list[object]:
-    call = FakeCall.of(spec.dtype, spec.head_dim, (spec.packed, spec.packed))
+    call = FakeCall.of(spec.dtype, *spec.dims, (spec.packed, spec.packed))
     rows = cute.sym_int()
     sums = [call.of_rows(rows) for _ in range(2)]
     pairs = [fake_tensor(Int32, size) for size in ((cute.sym_int(),), (cute.sym_int(), 4), (cute.sym_int(),), (1,))]
     partials = fake_tensor(Float32, (cute.sym_int(),), divisibility=4)
     sequences = fake_indices(*[spec.packed] * 3, spec.offset)
-    inputs, outputs = call.tokens(call.q, call.k, call.k, call.q), call.tokens(call.k, call.k)
+    inputs, outputs = call.tokens(call.q, call.k, call.v, call.o), call.tokens(call.k, call.v)
     return [*inputs, *sums, *outputs, *pairs, partials, Float32(1.0), *sequences]

@@ -6,7 +6,8 @@ loaders.
     warpgroups    S^T = k q^T and dP^T = v do^T; P and dS stay in registers as first operands of dv and dk
 
 A row of a tile of 64 is a (token, head) pair. The products of one warpgroup go on while the other does arithmetic, or
-ends a work tile and begins the next: they share nothing, and drift apart by themselves.
+ends a work tile and begins the next: they share nothing, and drift apart by themselves. At large head dimensions they
+share work tiles and loaders (`DkdvSpec.split`).
 """
 
 import math
@@ -30,7 +31,7 @@ from flash_attn.cute.bwd_dkdv_sm90.spec import THREADS, WARPGROUPS, DkdvSpec
 from flash_attn.cute.bwd_dkdv_sm90.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import TmaTensor, tma_pipelines
-from flash_attn.cute.lists.tiling import ROWS
+from flash_attn.cute.lists.tiling import ROWS, box_columns
 from flash_attn.cute.mma.host import DTYPES
 from flash_attn.cute.mma.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.own_device import target_sm_count
@@ -50,17 +51,17 @@ class FlashAttentionBackwardDkdvSm90:
         self,
         mQ: cute.Tensor,  # [B, T, Hq, D], or packed [total, Hq, D]
         mK: cute.Tensor,  # [B, S, Hkv, D], or packed [total, Hkv, D]
-        mV: cute.Tensor,
+        mV: cute.Tensor,  # v and do have Dv
         mdO: cute.Tensor,
         mLSElog2: cute.Tensor,  # fp32 [B, Hq, rows], or packed [Hq, rows]
         mdPsum: cute.Tensor,
-        mDK: cute.Tensor,  # like k
+        mDK: cute.Tensor,  # like k and v
         mDV: cute.Tensor,
         mTokens: cute.Tensor,  # these three as in `KeyPairs`
         mItems: cute.Tensor,
         mRowItems: cute.Tensor,
         mCounter: cute.Tensor,  # int32 [1], 0
-        mPartials: cute.Tensor,  # fp32 [partial sums * parts * 2 * 64 * D]
+        mPartials: cute.Tensor,  # fp32 [partial sums * parts * 64 * (D + Dv)]
         softmax_scale: Float32,
         mCuSeqlensQ: cute.Tensor | None,
         mCuSeqlensK: cute.Tensor | None,
@@ -75,35 +76,37 @@ class FlashAttentionBackwardDkdvSm90:
         mK, mV, mDK, mDV = [layout_utils.select(t, by_token) for t in (mK, mV, mDK, mDV)]
 
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
-        sK_layout = layout((ROWS, spec.head_dim), WARPGROUPS)
-        sQ_layout = layout((ROWS, spec.head_dim), WARPGROUPS * spec.stages)
+        row_layouts = [layout((ROWS, dim), spec.teams * spec.stages) for dim in spec.dims]
+        key_layouts = [layout((ROWS, dim), spec.teams) for dim in spec.dims]
         load = cpasync.CopyBulkTensorTileG2SOp()
-        key_box, query_box = spec.key_box, (spec.heads, spec.columns)
-        swizzled = cute.make_composed_layout(
-            sQ_layout.inner, 0, cute.make_layout(query_box, stride=(spec.columns, 1))
-        )  # fmt: skip
-        tma_q, tma_do = [cpasync.make_tiled_tma_atom(load, t, swizzled, query_box) for t in (mQ, mdO)]
+        tma_q, tma_do = [self.tma_of_rows(load, t, of.inner) for t, of in zip((mQ, mdO), row_layouts)]
         tma_k, tma_v = [
-            cpasync.make_tiled_tma_atom(load, t, layout(key_box, major_mode_size=spec.head_dim), key_box)
-            for t in (mK, mV)
+            cpasync.make_tiled_tma_atom(load, t, layout(box, major_mode_size=dim), box)
+            for t, dim, box in zip((mK, mV), spec.dims, map(spec.key_box, spec.dims))
         ]
 
         batch = mK.shape[3] if const_expr(not spec.packed) else Int32(1)
-        grid = cutlass.min(cute.ceil_div(mItems.shape[0] * spec.parts, WARPGROUPS), target_sm_count())
+        grid = cutlass.min(cute.ceil_div(mItems.shape[0] * spec.parts, spec.teams), target_sm_count())
         pairs = (mItems, mTokens, mRowItems, mCuBlocks, mK.shape[2], batch)
         lengths = (mQ.shape[2], mK.shape[0], mCuSeqlensQ, mCuSeqlensK)
         self.kernel(
             (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum, mQOffset), (mDK, mDV, mPartials),
             (softmax_scale, Float32(softmax_scale * math.log2(math.e))), pairs, lengths, mCounter,
-            (sQ_layout, sK_layout),
+            (*row_layouts, *key_layouts),
         ).launch(
             grid=[grid, 1, 1], block=[(WARPGROUPS + 1) * THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )  # fmt: skip
         add_partial_sums((mDK, mDV, mPartials), softmax_scale, pairs, lengths, spec).launch(
-            grid=[(mRowItems.shape[0] - 1) * spec.parts, spec.head_dim // 32, 1],
+            grid=[(mRowItems.shape[0] - 1) * spec.parts, max(spec.dims) // 32, 1],
             block=[2 * THREADS, 1, 1],
             stream=stream,
         )
+
+    def tma_of_rows(self, load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, swizzle: cute.Swizzle) -> TmaTensor:
+        """For q or do, [Hq, D, T, B]: the heads of a token, a box of columns at a time."""
+        box = (self.spec.heads, box_columns(mX.shape[1]))
+        swizzled = cute.make_composed_layout(swizzle, 0, cute.make_layout(box, stride=(box[1], 1)))
+        return cpasync.make_tiled_tma_atom(load, mX, swizzled, box)
 
     @cute.kernel
     def kernel(
@@ -115,7 +118,7 @@ class FlashAttentionBackwardDkdvSm90:
         pairs: tuple[cute.Tensor, ...],  # what `ItemList` is made of, but for the lengths
         lengths: tuple[Int32, Int32, Optional[cute.Tensor], Optional[cute.Tensor]],
         counter: cute.Tensor,
-        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],  # of q and do, of k and v in shared memory
+        layouts: tuple[cute.ComposedLayout, ...],  # of q, do, k and v in shared memory
     ):
         spec = self.spec
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -123,22 +126,24 @@ class FlashAttentionBackwardDkdvSm90:
             for atom, _ in tma:
                 cpasync.prefetch_descriptor(atom)
         smem = cutlass.utils.SmemAllocator()
-        tiles = WARPGROUPS * spec.stages
-        counts = (tiles, tiles, WARPGROUPS, WARPGROUPS, tiles)  # of q, do, k, v, row sums
-        barriers = smem.allocate_array(cutlass.Int64, 2 * (sum(counts) + DRAWS * WARPGROUPS))
+        tiles = spec.teams * spec.stages
+        counts = (tiles, tiles, spec.teams, spec.teams, tiles)  # of q, do, k, v, row sums
+        barriers = smem.allocate_array(cutlass.Int64, 2 * (sum(counts) + DRAWS * spec.teams))
         staged, plain = [], []
-        for i in (0, 0, 1, 1):
-            memory = smem.allocate_array(self.dtype, cute.cosize(layouts[i].outer), byte_alignment=1024)
+        for of in layouts:
+            memory = smem.allocate_array(self.dtype, cute.cosize(of.outer), byte_alignment=1024)
             plain.append(memory)
-            swizzled = cute.recast_ptr(memory, layouts[i].inner, dtype=self.dtype)
-            staged.append(cute.make_tensor(swizzled, layouts[i].outer))
+            swizzled = cute.recast_ptr(memory, of.inner, dtype=self.dtype)
+            staged.append(cute.make_tensor(swizzled, of.outer))
         row_sums = smem.allocate_tensor(Float32, cute.make_layout((ROWS, SUMS, tiles)), byte_alignment=16)
-        drawn = smem.allocate_tensor(Int32, cute.make_layout(DRAWS * WARPGROUPS), byte_alignment=4)
-        warps = THREADS // WARP
-        row_bytes = spec.head_dim * self.dtype.width // 8
+        drawn = smem.allocate_tensor(Int32, cute.make_layout(DRAWS * spec.teams), byte_alignment=4)
+        loaders = 2 * spec.teams
+        warps = THREADS // WARP * (WARPGROUPS // spec.teams)  # that read a work tile
+        row_bytes = [dim * self.dtype.width // 8 for dim in 2 * spec.dims]
         group_of = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
         loaded = (spec.slots * spec.heads, spec.slots * spec.heads, spec.keys, spec.keys)  # rows of a stage
-        pipelines = tma_pipelines(barriers, [(n, warps, rows * row_bytes) for n, rows in zip(counts, loaded)])
+        sizes = [(n, warps, rows * of_row) for n, rows, of_row in zip(counts, loaded, row_bytes)]
+        pipelines = tma_pipelines(barriers, sizes)
         at = 2 * sum(counts[:4])
         pipelines.append(
             pipeline_custom.PipelineAsync.create(
@@ -153,7 +158,7 @@ class FlashAttentionBackwardDkdvSm90:
         )
         draws = pipeline_custom.PipelineAsync.create(
             barrier_storage=barriers + (at + 2 * tiles),
-            num_stages=DRAWS * WARPGROUPS,
+            num_stages=DRAWS * spec.teams,
             producer_group=group_of(1),
             consumer_group=group_of(1 + warps),
             elect_one_commit=True,
@@ -163,9 +168,9 @@ class FlashAttentionBackwardDkdvSm90:
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         tidx, _, _ = cute.arch.thread_idx()
         if const_expr(spec.slots * spec.heads < ROWS):
-            for memory in plain[:2]:
+            for memory, dim in zip(plain, spec.dims):
                 words = cute.make_tensor(
-                    cute.recast_ptr(memory, dtype=Int32), cute.make_layout(tiles * ROWS * spec.head_dim // 2)
+                    cute.recast_ptr(memory, dtype=Int32), cute.make_layout(tiles * ROWS * dim // 2)
                 )
                 for i in cutlass.range(tidx, cute.size(words), (WARPGROUPS + 1) * THREADS, unroll=1):
                     words[i] = 0
@@ -175,21 +180,28 @@ class FlashAttentionBackwardDkdvSm90:
         if const_expr(spec.slots * spec.heads < ROWS):
             cute.arch.sync_threads()
 
-        if warp_idx < warps:
+        scheduler_of = partial(Scheduler, counter, drawn, draws, teams=spec.teams)
+        if warp_idx < THREADS // WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            loader = Loader(spec, work_tiles, Scheduler(counter, drawn, draws, warp_idx // 2))
+            loader = Loader(spec, work_tiles, scheduler_of(group=warp_idx // 2))
             load_q, load_do = [
                 partial(loader.load, tma[i], tma[i + 2], plain[i], staged[i + 2], pipelines[i], pipelines[i + 2])
                 for i in (0, 1)
             ]
-            if warp_idx % 2 == 0:
+            if (warp_idx % 2 == 0) & (warp_idx < loaders):
                 load_q(None, None, None)
-            else:
+            elif warp_idx < loaders:
                 load_do(sums, row_sums, pipelines[4])
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            scheduler = Scheduler(counter, drawn, draws, cute.arch.make_warp_uniform(tidx // THREADS) - 1)
-            self.multiply(staged, row_sums, pipelines, outputs, scales, work_tiles, scheduler, tidx % THREADS)
+            group = cute.arch.make_warp_uniform(tidx // THREADS) - 1
+            arguments = (staged, row_sums, pipelines, outputs, scales, work_tiles)
+            if const_expr(not spec.split):
+                self.multiply(*arguments, scheduler_of(group=group), tidx % THREADS)
+            elif group == 0:
+                self.multiply_one(0, *arguments, scheduler_of(group=Int32(0)), tidx % THREADS)
+            else:
+                self.multiply_one(1, *arguments, scheduler_of(group=Int32(0)), tidx % THREADS)
 
     @cute.jit
     def multiply(
@@ -211,7 +223,7 @@ class FlashAttentionBackwardDkdvSm90:
         scores, dprobabilities = [
             partial(of_shared(a, b, thread, spec.use_mma_sync), A_idx=group) for a, b in ((sK, sQ), (sV, sdO))
         ]
-        acc_dK, acc_dV = sum_registers(spec.head_dim), sum_registers(spec.head_dim)
+        acc_dK, acc_dV = [sum_registers(dim) for dim in spec.dims]
         of_rows = [of_registers(layout_utils.transpose_view(t), thread, spec.use_mma_sync) for t in (sQ, sdO)]
         add_dk, add_dv = [partial(product, acc=acc) for product, acc in zip(of_rows, (acc_dK, acc_dV))]
 
@@ -259,12 +271,104 @@ class FlashAttentionBackwardDkdvSm90:
                     each.consumer_release_w_index(slot)
                 state.advance()
             # Asked for anew, as registers are scarce before.
-            self.write(work_tiles.work_tile(index), outputs, (acc_dK, acc_dV), scales[0], thread)
+            work_tile = work_tiles.work_tile(index)
+            self.write(work_tile, outputs, 0, acc_dK, scales[0], thread)
+            self.write(work_tile, outputs, 1, acc_dV, Float32(1.0), thread)
             index = scheduler.follow(draw.index, draw.phase)
             draw.advance()
 
-    def started(self, product: Callable, slot: Int32) -> Callable[[], cute.Tensor]:
+    @cute.jit
+    def multiply_one(
+        self,
+        which: cutlass.Constexpr[int],
+        staged: list[cute.Tensor],
+        row_sums: cute.Tensor,
+        pipelines: list[pipeline_custom.PipelineTmaAsync],
+        outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        scales: tuple[Float32, Float32],
+        work_tiles: WorkTiles,
+        scheduler: Scheduler,
+        thread: Int32,
+    ):
+        """A warpgroup that makes dk (0) or dv (1) of all work tiles of its CTA."""
+        spec = self.spec
+        sQ, sdO, sK, sV = staged
+        pipeline_q, pipeline_do, pipeline_k, pipeline_v, pipeline_sums = pipelines
+        of_keys = [of_shared(a, b, thread, spec.use_mma_sync) for a, b in ((sK, sQ), (sV, sdO))]
+        scores, dprobabilities = [partial(product, A_idx=0) for product in of_keys]
+        acc = sum_registers(spec.dims[which])
+        product = of_registers(layout_utils.transpose_view((sQ, sdO)[which]), thread, spec.use_mma_sync)
+        add, started = partial(product, acc=acc), partial(self.started, dprobabilities if which == 0 else None)
+        draw = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
+        state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
+        phase = Int32(0)  # of k and v
+        zero = scales[0] * 0.0  # as in `multiply`
+        index = scheduler.first()
+        while index < work_tiles.count():
+            work_tile = work_tiles.work_tile(index)
+            acc.fill(zero)
+            if work_tile.tiles > 0:
+                finish = partial(
+                    self.finish_one, row_sums=row_sums, pipeline_sums=pipeline_sums, first_key=work_tile.first_key,
+                    thread=thread, scale_log2=scales[1], operand=product.A,
+                )  # fmt: skip
+                pipeline_k.consumer_wait_w_index_phase(0, phase)
+                pipeline_q.consumer_wait_w_index_phase(state.index, state.phase)
+                acc_S = scores(B_idx=state.index)
+                pipeline_v.consumer_wait_w_index_phase(0, phase)
+                pipeline_do.consumer_wait_w_index_phase(state.index, state.phase)
+                finish(acc_S, started(state.index), state.index, state.phase)
+                for _ in cutlass.range(1, work_tile.tiles, unroll=1):
+                    before = Int32(state.index)
+                    state.advance()
+                    add(B_idx=before, wg_wait=-1)
+                    pipeline_q.consumer_wait_w_index_phase(state.index, state.phase)
+                    acc_S = scores(B_idx=state.index)
+                    wait(spec.use_mma_sync, 1)
+                    for each in (pipeline_q, pipeline_do, pipeline_sums):
+                        each.consumer_release_w_index(before)
+                    pipeline_do.consumer_wait_w_index_phase(state.index, state.phase)
+                    finish(acc_S, started(state.index), state.index, state.phase)
+                pipeline_k.consumer_release_w_index(0)
+                pipeline_v.consumer_release_w_index(0)
+                phase ^= 1
+                add(B_idx=state.index, wg_wait=0)
+                for each in (pipeline_q, pipeline_do, pipeline_sums):
+                    each.consumer_release_w_index(state.index)
+                state.advance()
+            scale = scales[0] if which == 0 else Float32(1.0)
+            self.write(work_tiles.work_tile(index), outputs, which, acc, scale, thread)
+            index = scheduler.follow(draw.index, draw.phase)
+            draw.advance()
+
+    @cute.jit
+    def finish_one(
+        self,
+        acc_S: cute.Tensor,
+        dP_of: Optional[Callable[[], cute.Tensor]],
+        slot: Int32,
+        sums_phase: Int32,
+        row_sums: cute.Tensor,
+        pipeline_sums: pipeline_custom.PipelineAsync,
+        first_key: Int32,
+        thread: Int32,
+        scale_log2: Float32,
+        operand: cute.Tensor,
+    ):
+        """From S in flight, and dP if that is given, to P or dS."""
+        wait(self.spec.use_mma_sync, 0 if dP_of is None else 1)
+        pipeline_sums.consumer_wait_w_index_phase(slot, sums_phase)
+        self.weigh(acc_S, row_sums, slot, first_key, thread, scale_log2)
+        if const_expr(dP_of is not None):
+            acc_dP = dP_of()
+            wait(self.spec.use_mma_sync, 0)
+            self.subtract(acc_S, acc_dP, row_sums, slot, thread)
+        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), operand)
+
+    def started(self, product: Optional[Callable], slot: Int32) -> Optional[Callable[[], cute.Tensor]]:
         """A product in flight, or one that is made when it is asked for: until then it takes no registers."""
+        if product is None:
+            return None
         if self.spec.use_mma_sync:
             return partial(product, B_idx=slot)
         acc = product(B_idx=slot)
@@ -287,11 +391,31 @@ class FlashAttentionBackwardDkdvSm90:
         add_dv: Callable,
     ):
         """From the products in flight, S and then dP, to P, whose product with do then is, and to dS."""
+        wait(self.spec.use_mma_sync, 1)
+        pipeline_sums.consumer_wait_w_index_phase(slot, sums_phase)
+        self.weigh(acc_S, row_sums, slot, first_key, thread, scale_log2)
+        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdVrP)
+        add_dv(B_idx=slot)
+        acc_dP = dP_of()
+        wait(self.spec.use_mma_sync, 1)
+        self.subtract(acc_S, acc_dP, row_sums, slot, thread)
+        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdKrdS)
+        wait(self.spec.use_mma_sync, 0)
+
+    @cute.jit
+    def weigh(
+        self,
+        acc_S: cute.Tensor,
+        row_sums: cute.Tensor,
+        slot: Int32,
+        first_key: Int32,
+        thread: Int32,
+        scale_log2: Float32,
+    ):
+        """P in place of S."""
         S = layout_utils.reshape_acc_to_mn(acc_S)
         lane = thread % WARP
         pair = partial(self.pair_of_columns, row_sums, slot, lane % 4)
-        wait(self.spec.use_mma_sync, 1)
-        pipeline_sums.consumer_wait_w_index_phase(slot, sums_phase)
         if const_expr(self.spec.causal):
             positions = cute.make_tensor(cute.recast_ptr(row_sums.iterator, dtype=Int32), row_sums.layout)
             if positions[0, 2, slot] < first_key + (ROWS - 1):
@@ -307,17 +431,17 @@ class FlashAttentionBackwardDkdvSm90:
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                     S[r, 2 * i + e] = cute.math.exp2(S[r, 2 * i + e] * scale_log2 - lse[e], fastmath=True)
-        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdVrP)
-        add_dv(B_idx=slot)
-        dP = layout_utils.reshape_acc_to_mn(dP_of())
-        wait(self.spec.use_mma_sync, 1)
+
+    @cute.jit
+    def subtract(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, row_sums: cute.Tensor, slot: Int32, thread: Int32):
+        """dS in place of P."""
+        S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
+        pair = partial(self.pair_of_columns, row_sums, slot, thread % 4)
         for i in cutlass.range_constexpr(ROWS // 8):
             dpsum = pair(1, i)
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                     S[r, 2 * i + e] = S[r, 2 * i + e] * (dP[r, 2 * i + e] - dpsum[e])
-        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdKrdS)
-        wait(self.spec.use_mma_sync, 0)
 
     def pair_of_columns(self, row_sums: cute.Tensor, slot: Int32, quad: Int32, which: int, i: int) -> cute.Tensor:
         """One of the row sums, of the thread's two columns of S^T of the i-th 8."""
@@ -330,16 +454,16 @@ class FlashAttentionBackwardDkdvSm90:
         self,
         work_tile: WorkTile,
         outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        sums: tuple[cute.Tensor, cute.Tensor],
-        softmax_scale: Float32,
+        which: cutlass.Constexpr[int],
+        acc: cute.Tensor,
+        scale: Float32,
         thread: Int32,
     ):
+        """Write dk (0) or dv (1) of a work tile."""
         spec = self.spec
         if work_tile.partial < 0:
-            for out, acc, scale in zip(outputs[:2], sums, (softmax_scale, Float32(1.0))):
-                rows = work_tile.seqlen.offset_batch_K(out, work_tile.batch, dim=3)[None, None, work_tile.head]
-                KeyRows(rows, work_tile.first_key, work_tile.end, thread, spec.add).write(acc, scale)
+            rows = work_tile.seqlen.offset_batch_K(outputs[which], work_tile.batch, dim=3)[None, None, work_tile.head]
+            KeyRows(rows, work_tile.first_key, work_tile.end, thread, spec.add).write(acc, scale)
         else:
-            for which, acc in enumerate(sums):
-                registers = cute.make_tensor(acc.iterator, cute.make_layout((4, spec.head_dim // 8)))
-                cute.autovec_copy(registers, partial_sum(outputs[2], work_tile.partial, which, thread, spec.head_dim))
+            registers = cute.make_tensor(acc.iterator, cute.make_layout((4, spec.dims[which] // 8)))
+            cute.autovec_copy(registers, partial_sum(outputs[2], work_tile.partial, which, thread, spec.dims))

@@ -14,10 +14,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType
 
 from flash_attn.cute import pipeline as pipeline_custom
-from flash_attn.cute.bwd_dkdv_sm90.spec import WARPGROUPS, DkdvSpec
+from flash_attn.cute.bwd_dkdv_sm90.spec import DkdvSpec
 from flash_attn.cute.bwd_dkdv_sm90.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
 from flash_attn.cute.fwd_sm90.loads import TmaTensor
-from flash_attn.cute.lists.tiling import ROWS
+from flash_attn.cute.lists.tiling import ROWS, box_columns
 
 WARP = cute.arch.WARP_SIZE
 SUMS = 3  # values of a row beside q and do: lse_log2, dpsum, position
@@ -90,12 +90,13 @@ class Loader:
         """For q or do, [Hq, D, T, B] (packed [Hq, D, total]): the heads of a token go into a slot of a tile."""
         spec = self.spec
         atom, mX = tma
-        columns = spec.head_dim // spec.columns
-        box = (spec.heads, spec.columns)
+        dim, width = mX.shape[1], box_columns(mX.shape[1])
+        columns = dim // width
+        box = (spec.heads, width)
         # By address: TMA puts the swizzle on it.
         boxes = cute.make_layout(
-            (box, spec.slots, columns, WARPGROUPS * spec.stages),
-            stride=((spec.columns, 1), spec.heads * spec.columns, ROWS * spec.columns, ROWS * spec.head_dim),
+            (box, spec.slots, columns, spec.teams * spec.stages),
+            stride=((width, 1), spec.heads * width, ROWS * width, ROWS * dim),
         )
         gX = cute.group_modes(cute.flat_divide(mX, box), 0, 2)
         sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(memory, boxes), gX)
@@ -121,15 +122,15 @@ class Loader:
         phase: Int32,
     ) -> None:
         """A work tile's k or v, [S, D, Hkv, B] (packed [total, D, Hkv]), into the first rows of a tile."""
-        group, box = self.scheduler.group, self.spec.key_box
         atom, mX = tma
+        group, box = self.scheduler.group, self.spec.key_box(mX.shape[1])
         gX = work_tile.seqlen.offset_batch_K(mX, work_tile.batch, dim=3)[None, None, work_tile.head]
         gX = cute.group_modes(cute.local_tile(gX, box, (None, None)), 0, 2)  # (box, rows of boxes, boxes)
         sX = cute.group_modes(cute.flat_divide(staged, box), 0, 2)
         sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), sX, gX)
         stages.producer_acquire_w_index_phase(group, phase)
         barrier = stages.sync_object_full.get_barrier(group)
-        for i in range(self.spec.head_dim // box[1]):
+        for i in range(mX.shape[1] // box[1]):
             cute.copy(atom, gX[None, work_tile.first_key // box[0], i], sX[None, 0, i, group], tma_bar_ptr=barrier)
 
     @cute.jit

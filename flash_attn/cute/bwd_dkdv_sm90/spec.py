@@ -11,7 +11,8 @@ from flash_attn.cute.mma.host import DTYPES
 WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
 MOST_STAGES = 4
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+MOST_SUMS = 256  # columns of dk and dv in the registers of a warpgroup
 SMALL_BLOCKS = (16, 32)
 
 Tensor = torch.Tensor
@@ -45,6 +46,7 @@ class DkdvSpec:
 
     dtype: torch.dtype
     head_dim: int
+    head_dim_v: int
     group: int  # query heads of a key/value head
     block_size: int  # keys of a block
     causal: bool  # whether a token sees keys up to its own position only
@@ -54,6 +56,21 @@ class DkdvSpec:
     start: int  # rows that sequences of dpsum and lse_log2 start at multiples of
     use_mma_sync: bool  # how products are made (`mma.product`)
     by_head: bool  # whether a pair has a row of one head, not of all of a group
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of q and k, and of do and v."""
+        return self.head_dim, self.head_dim_v
+
+    @property
+    def split(self) -> bool:
+        """True if the warpgroups share work tiles: the first makes dk, the second dv, both with scores of their own."""
+        return sum(self.dims) > MOST_SUMS
+
+    @property
+    def teams(self) -> int:
+        """Work tiles that a CTA has at a time."""
+        return 1 if self.split else WARPGROUPS
 
     @property
     def parts(self) -> int:
@@ -87,19 +104,13 @@ class DkdvSpec:
 
     @property
     def stages(self) -> int:
-        """Tiles of q and do in shared memory, of each warpgroup, beside k and v."""
-        tile = 2 * WARPGROUPS * ROWS * self.head_dim * 2
+        """Tiles of q and do in shared memory, of each work tile, beside k and v."""
+        tile = 2 * self.teams * ROWS * sum(self.dims)
         return min(MOST_STAGES, SHARED_MEMORY // tile - 1)
 
-    @property
-    def columns(self) -> int:
-        """Head dimensions that are loaded at a time."""
-        return box_columns(self.head_dim)
-
-    @property
-    def key_box(self) -> tuple[int, int]:
-        """Keys and head dimensions of k or v that are loaded at a time."""
-        return self.keys, self.head_dim if self.keys == ROWS else self.columns
+    def key_box(self, dim: int) -> tuple[int, int]:
+        """Keys and head dimensions of k or v, of so many, that are loaded at a time."""
+        return self.keys, dim if self.keys == ROWS else box_columns(dim)
 
 
 def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: int) -> Optional[str]:
@@ -108,8 +119,9 @@ def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, b
         return f"sm_{arch}: the dk and dv pass by token is for sm_90 and sm_100"
     if dtype not in DTYPES:
         return f"q is {dtype}: the dk and dv pass by token supports float16 and bfloat16"
-    if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
-        return f"head dimensions {head_dim} and {head_dim_v}: dk and dv by token support equal ones of {HEAD_DIMS}"
+    if (head_dim, head_dim_v) not in HEAD_DIMS:
+        supported = ", ".join(map(str, HEAD_DIMS))
+        return f"head dimensions {head_dim} and {head_dim_v}: dk and dv by token support {supported}"
     if block_size % ROWS and block_size not in SMALL_BLOCKS:
         return f"blocks of {block_size} keys: the dk and dv pass by token supports multiples of {ROWS}, 16 and 32"
     return None

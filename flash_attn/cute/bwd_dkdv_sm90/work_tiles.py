@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_attn.cute import pipeline as pipeline_custom
-from flash_attn.cute.bwd_dkdv_sm90.spec import WARPGROUPS, DkdvSpec
+from flash_attn.cute.bwd_dkdv_sm90.spec import DkdvSpec
 from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
@@ -101,17 +101,18 @@ class WorkTiles:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """The work tiles of one warpgroup."""
+    """The work tiles of one warpgroup, or of two that share them."""
 
     counter: cute.Tensor  # int32 [1], 0 when the kernel starts
-    drawn: cute.Tensor  # int32 [DRAWS * WARPGROUPS] in shared memory, work tiles that were drawn
+    drawn: cute.Tensor  # int32 [DRAWS * teams] in shared memory, work tiles that were drawn
     slots: pipeline_custom.PipelineAsync  # of them
-    group: Int32  # the warpgroup in its CTA
+    group: Int32  # the warpgroup in its CTA, 0 for those that share work tiles
+    teams: cutlass.Constexpr[int]  # of a CTA
 
     def first(self) -> Int32:
         """The first work tile, which need not be drawn."""
         cta, _, _ = cute.arch.block_idx()
-        return cta * WARPGROUPS + self.group
+        return cta * self.teams + self.group
 
     @cute.jit
     def draw(self, index: Int32, phase: Int32) -> Int32:
@@ -120,7 +121,7 @@ class Scheduler:
         self.slots.producer_acquire_w_index_phase(slot, phase)
         if cute.arch.lane_idx() == 0:
             ctas, _, _ = cute.arch.grid_dim()
-            self.drawn[slot] = cute.arch.atomic_add(self.counter.iterator, Int32(1)) + ctas * WARPGROUPS
+            self.drawn[slot] = cute.arch.atomic_add(self.counter.iterator, Int32(1)) + ctas * self.teams
         self.slots.producer_commit_w_index(slot)
         return self.drawn[slot]
 

@@ -114,7 +114,7 @@ def backward_dq(
     Tensors have been checked by the caller, and none is empty.
 
     Args:
-        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
+        q, dout: [B, T, Hq, D] and Dv, or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D] and Dv, or packed.
         dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; written, for whole tiles of
             TILE_M queries (of lists with bits, for those of the queries), if ``out`` is given.
         lists: forward lists, of every form that forward reads.
@@ -126,7 +126,7 @@ def backward_dq(
         add: what dq holds is added before rounding, as `shared_backward.convert` does.
         accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; not with bits.
         start: `AccumLayout.start` of dpsum, lse_log2 and accum: a multiple of 64; with ``out`` 64 or 128.
-        out, lse: like q, and fp32 [B, Hq, T], packed [Hq, total]: forward's, of which row sums are computed.
+        out, lse: like dout, and fp32 [B, Hq, T], packed [Hq, total]: forward's, of which row sums are computed.
         normalized: what `lists_of_queries` made of ``lists`` for these tensors, if the caller has asked already.
 
     Raises:
@@ -144,7 +144,7 @@ def backward_dq(
     if normalized is None:
         normalized = lists_of_queries(q, k, lists, cu_seqlens=sequences, seqused=used, max_seqlen_q=max_seqlen_q)
     spec = DqSpec.of(
-        q, k, lists, normalized, (left, right), sequences, q_offset,
+        q, k, v, lists, normalized, (left, right), sequences, q_offset,
         short_rows=has_short_rows(lists),
         seqused=tuple(x is not None for x in used),
         from_accum=accum is not None,
@@ -182,13 +182,13 @@ _compiled = CompiledKernels("bwd_dq")
 
 def _fake_arguments(spec: DqSpec) -> list[object]:
     """Fake arguments of the kernel that come before the block lists, to compile for."""
-    call = FakeCall.of(spec.dtype, spec.head_dim, spec.packed)
+    call = FakeCall.of(spec.dtype, *spec.dims, spec.packed)
     rows = cute.sym_int()
     sums = [call.of_rows(rows) for _ in range(2)]
-    out, lse = (*call.tokens(call.q), call.of_rows(call.q[-3])) if spec.sums else (None, None)
+    out, lse = (*call.tokens(call.o), call.of_rows(call.q[-3])) if spec.sums else (None, None)
     accum = call.of_rows(cute.sym_int(), divisibility=4) if spec.from_accum else None
     (dq,), edges = call.tokens(call.q), (Int32(0) if given else None for given in spec.edges)
     lengths = fake_indices(*spec.packed, *spec.seqused, spec.offset)
     return [
-        *call.tokens(call.q, call.k, call.k, call.q), *sums, out, lse, dq, accum, Float32(1.0), *edges, *lengths
+        *call.tokens(call.q, call.k, call.v, call.o), *sums, out, lse, dq, accum, Float32(1.0), *edges, *lengths
     ]  # fmt: skip

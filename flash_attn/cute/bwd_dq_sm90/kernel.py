@@ -31,7 +31,7 @@ from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import KeyLoop, TileCoord, TmaTensor, key_loader, query_loader, tma_pipelines
 from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.rows import lists_by_query_head, sequence_at
-from flash_attn.cute.lists.tiling import ROWS, STEP
+from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.mma.host import DTYPES
 from flash_attn.cute.mma.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.bounded_loads import bounded
@@ -55,11 +55,11 @@ class FlashAttentionBackwardDqSm90:
         self,
         mQ: cute.Tensor,  # [B, T, Hq, D], or packed [total, Hq, D]
         mK: cute.Tensor,  # [B, S, Hkv, D], or packed [total, Hkv, D]
-        mV: cute.Tensor,
+        mV: cute.Tensor,  # v and do have Dv
         mdO: cute.Tensor,
         mdPsum: cute.Tensor,  # fp32 [B, Hq, rows], or packed [Hq, rows]
         mLSElog2: cute.Tensor,
-        mO: cute.Tensor | None,  # like q; with it dpsum and lse_log2 are written, else read
+        mO: cute.Tensor | None,  # like do; with it dpsum and lse_log2 are written, else read
         mLSE: cute.Tensor | None,  # fp32 [B, Hq, T], or packed [Hq, total]
         mDQ: cute.Tensor,  # like q
         mAccum: cute.Tensor | None,  # fp32 [B, Hq, rows * D], or packed [Hq, rows * D]; what dq starts from
@@ -111,19 +111,20 @@ class FlashAttentionBackwardDqSm90:
         """Launch `kernel`, which has the other arguments as they are."""
         spec = self.spec
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
-        rows_layout = layout((ROWS, spec.head_dim), WARPGROUPS)
-        keys_layout = layout((STEP, spec.head_dim), spec.stages)
+        layouts = [layout((ROWS, dim), WARPGROUPS) for dim in spec.dims[: len(rows)]]
+        layouts += [layout((spec.step, dim), spec.stages) for dim in spec.dims]
         load = cpasync.CopyBulkTensorTileG2SOp()
-        rows_box = layout((ROWS, spec.head_dim))
-        keys_box = layout(spec.box, major_mode_size=spec.head_dim)
-        tma_rows = [tma_of_rows(load, t, rows_box, spec.packed_heads) for t in rows]
+        tma_rows = [tma_of_rows(load, t, layout((ROWS, dim)), spec.packed_heads) for t, dim in zip(rows, spec.dims)]
         keys = [bounded(t, ends[1]) for t in keys]
-        tma_keys = [cpasync.make_tiled_tma_atom(load, t, keys_box, spec.box) for t in keys]
+        tma_keys = [
+            cpasync.make_tiled_tma_atom(load, t, layout(spec.box(dim), major_mode_size=dim), spec.box(dim))
+            for t, dim in zip(keys, spec.dims)
+        ]
 
         tiles = self.all_tiles(lists, outputs[0], ends[0])
         self.kernel(
             (*tma_rows, *tma_keys), sums, outputs, (softmax_scale, Float32(softmax_scale * math.log2(math.e))), edges,
-            ends, lists, aux_data, (rows_layout, keys_layout), tiles,
+            ends, lists, aux_data, tuple(layouts), tiles,
         ).launch(
             grid=[cutlass.min(tiles, target_sm_count()) if spec.stay else tiles, 1, 1],
             block=[(WARPGROUPS + 1) * THREADS, 1, 1],
@@ -142,7 +143,7 @@ class FlashAttentionBackwardDqSm90:
         ends: tuple[Optional[cute.Tensor], ...],  # cu_seqlens of q and k, seqused of q and k, q_offset
         lists: BlockSparseTensors,
         aux_data: AuxData,
-        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],  # of q and do, of k and v in shared memory
+        layouts: tuple[cute.ComposedLayout, ...],  # of the same in shared memory
         tiles: Int32,
     ):
         spec = self.spec
@@ -151,7 +152,7 @@ class FlashAttentionBackwardDqSm90:
             for atom, _ in tma:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
-        staged, pipelines = self.stage(layouts, len(tma) - 2)
+        staged, pipelines = self.stage(layouts)
         lengths = partial(
             SeqlenInfoQK.create,
             seqlen_q_static=outputs[0].shape[0],
@@ -178,19 +179,20 @@ class FlashAttentionBackwardDqSm90:
             )  # fmt: skip
 
     def stage(
-        self, layouts: tuple[cute.ComposedLayout, cute.ComposedLayout], of_rows: int
+        self, layouts: tuple[cute.ComposedLayout, ...]
     ) -> tuple[list[cute.Tensor], list[pipeline_custom.PipelineTmaAsync]]:
-        """Shared memory of so many tensors of queries' rows, of k and of v, and the pipelines that fill it."""
+        """Shared memory of the tensors of queries' rows, of k and of v, and the pipelines that fill it."""
         # A slot of rows belongs to one warpgroup, a stage of k or v to both.
-        layout_of = [0] * of_rows + [1, 1]
-        each = of_rows * [(WARPGROUPS, WARPS, ROWS)] + 2 * [(self.spec.stages, WARPGROUPS * WARPS, STEP)]
-        row_bytes = self.spec.head_dim * self.dtype.width // 8
+        spec, of_rows = self.spec, len(layouts) - 2
+        each = of_rows * [(WARPGROUPS, WARPS, ROWS)] + 2 * [(spec.stages, WARPGROUPS * WARPS, spec.step)]
+        row_bytes = [dim * self.dtype.width // 8 for dim in (*spec.dims[:of_rows], *spec.dims)]
         smem = cutlass.utils.SmemAllocator()
         barriers = smem.allocate_array(cutlass.Int64, 2 * sum(count for count, _, _ in each))
         staged = []
-        for of in (layouts[i] for i in layout_of):
+        for of in layouts:
             staged.append(smem.allocate_tensor(self.dtype, of.outer, byte_alignment=1024, swizzle=of.inner))
-        pipelines = tma_pipelines(barriers, [(count, warps, rows * row_bytes) for count, warps, rows in each])
+        sizes = [(count, warps, rows * of_row) for (count, warps, rows), of_row in zip(each, row_bytes)]
+        pipelines = tma_pipelines(barriers, sizes)
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         return staged, pipelines
 
@@ -234,7 +236,8 @@ class FlashAttentionBackwardDqSm90:
         """The lengths of a tile's sequence, the tile's loop, and how many steps that has: none past the end."""
         seqlen = lengths(place.batch)
         block = place.m_block // self.spec.subtiles
-        loop = KeyLoop.create(lists, place.batch, place.head, block, self.spec.block_k, self.spec.words)
+        spec = self.spec
+        loop = KeyLoop.create(lists, place.batch, place.head, block, spec.block_k, spec.words, spec.step)
         rows = seqlen.seqlen_q * self.spec.packed_heads
         steps = cutlass.select_(place.m_block * TILE_M < rows, loop.steps, Int32(0))
         return seqlen, loop, Int32(steps)
@@ -264,7 +267,10 @@ class FlashAttentionBackwardDqSm90:
                 if const_expr(tma[0][0] is not None):
                     row_loaders = [query_loader(*each, seqlen, place) for each in of[:-2]]
                 head_kv = place.head // (self.spec.group // self.spec.packed_heads)
-                key_loaders = [key_loader(*each, seqlen, place.batch, head_kv, self.spec.box) for each in of[-2:]]
+                key_loaders = [
+                    key_loader(*each, seqlen, place.batch, head_kv, self.spec.box(dim))
+                    for each, dim in zip(of[-2:], self.spec.dims)
+                ]
                 coming = loop.entries(Int32(0))
                 for step in cutlass.range(steps, unroll=1):
                     entries = coming
@@ -302,9 +308,9 @@ class FlashAttentionBackwardDqSm90:
 
         acc_dQ = sum_registers(spec.head_dim)
         products = partial(self.products, staged, group, thread, acc_dQ)
-        stage, block = products(STEP, None), None
+        stage, block = products(None), None
         if const_expr(spec.words > 0):
-            block = products(spec.block_k, stage.dS)
+            block = products(stage.dS)
 
         if group == 1:
             arrive_scheduler_barrier(group)
@@ -321,14 +327,14 @@ class FlashAttentionBackwardDqSm90:
             )  # fmt: skip
             output = DqOutput(*outputs, spec.onto_dq, spec.head_dim, scales[0], mask)
             output.start(acc_dQ)
-            rows = RowSums(*sums, spec.head_dim, spec.start, mask).of_thread()
+            rows = RowSums(*sums, spec.head_dim_v, spec.start, mask).of_thread()
             if const_expr(queries[0][0] is None):
                 sources = tuple(seqlen.offset_batch_Q(t, place.batch, dim=3) for _, t in queries)
                 load_rows(sources, tuple(t[None, None, group] for t in staged[:2]), mask, group)
             if steps > 0:
                 tile = WarpgroupSteps(
                     stage, block, tuple(pipelines), queries[0][0] is not None, group, phase, loop, mask, rows,
-                    scales[1], partial(wait, spec.use_mma_sync),
+                    scales[1], partial(wait, spec.use_mma_sync), spec.stages,
                 )  # fmt: skip
                 if const_expr(spec.words > 0 and spec.use_mma_sync):
                     state = tile.run_blocks(steps, state)
@@ -345,13 +351,12 @@ class FlashAttentionBackwardDqSm90:
         group: Int32,
         thread: Int32,
         acc_dQ: cute.Tensor,
-        keys: int,
         dS: Optional[cute.Tensor],
     ) -> StageProducts:
-        """Products of a warpgroup with a stage, or `keys` keys of it. dS: registers for it, or None for new ones."""
+        """Products of a warpgroup with a stage, or, given registers for dS, with a block of one."""
         sQ, sdO, sK, sV = staged
-        if keys < STEP:
-            sK, sV = [parts_of_stages(t, (keys, self.spec.head_dim)) for t in (sK, sV)]
+        if dS is not None:
+            sK, sV = [parts_of_stages(t, (self.spec.block_k, dim)) for t, dim in zip((sK, sV), self.spec.dims)]
         sync = self.spec.use_mma_sync
         scores, dprobabilities = of_shared(sQ, sK, thread, sync), of_shared(sdO, sV, thread, sync)
         add_dq = of_registers(layout_utils.transpose_view(sK), thread, sync, None if dS is None else dS.iterator)

@@ -17,6 +17,7 @@ WARPGROUPS, THREADS, WARPS = 2, 128, 4  # that multiply, and threads and warps o
 TILE_M = WARPGROUPS * ROWS  # queries of a tile
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
 MOST_STAGES = 4
+WIDEST = 128  # head dimensions with steps of `STEP` keys
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class DqSpec:
 
     dtype: torch.dtype
     head_dim: int
+    head_dim_v: int
     block_k: int
     group: int  # query heads of a key/value head
     subtiles: int  # tiles of TILE_M queries in a block of the lists
@@ -44,8 +46,8 @@ class DqSpec:
 
     @staticmethod
     def of(
-        q: torch.Tensor, k: torch.Tensor, lists: BlockSparseTensorsTorch, normalized: Any, edges: tuple, starts: tuple,
-        q_offset: Optional[torch.Tensor], *, short_rows: bool = False, **options: Any,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockSparseTensorsTorch, normalized: Any,
+        edges: tuple, starts: tuple, q_offset: Optional[torch.Tensor], *, short_rows: bool = False, **options: Any,
     ) -> "DqSpec":  # fmt: skip
         """The spec of a call. starts: cu_seqlens of queries and keys. short_rows: its lists have few entries a row."""
         words, group = lists.mask_block_bits.shape[-1] if has_bits(lists) else 0, q.shape[-2] // k.shape[-2]
@@ -53,6 +55,7 @@ class DqSpec:
         return DqSpec(
             dtype=q.dtype,
             head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
             block_k=BIT_KEYS if words else STEP if lists.block_size is None else lists.block_size[1],
             group=group,
             subtiles=normalized.q_subtile_factor,
@@ -68,18 +71,28 @@ class DqSpec:
         )
 
     @property
-    def stages(self) -> int:
-        """Stages of k and v in shared memory, beside q and do."""
-        row = 2 * self.head_dim * 2  # bytes of a token's k and v, or q and do
-        return min(MOST_STAGES, (SHARED_MEMORY - TILE_M * row) // (STEP * row))
+    def dims(self) -> tuple[int, int]:
+        """Of q and k, and of do and v."""
+        return self.head_dim, self.head_dim_v
 
     @property
-    def box(self) -> tuple[int, int]:
-        """Keys and head dimensions of k or v that are loaded at a time."""
-        return self.block_k, box_columns(self.head_dim)
+    def step(self) -> int:
+        """Keys of a step: one block where registers and shared memory are too few for two."""
+        return STEP if max(self.dims) <= WIDEST else self.block_k
+
+    @property
+    def stages(self) -> int:
+        """Stages of k and v in shared memory, beside q and do."""
+        row = 2 * sum(self.dims)  # bytes of a token's k and v, or q and do
+        return min(MOST_STAGES, (SHARED_MEMORY - TILE_M * row) // (self.step * row))
+
+    def box(self, dim: int) -> tuple[int, int]:
+        """Keys and head dimensions of k or v, of so many, that are loaded at a time."""
+        return self.block_k, box_columns(dim)
 
 
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128))
+WIDE_HEAD_DIMS = ((192, 128), (256, 256))  # over lists with bits
 
 
 def unsupported(
@@ -90,8 +103,9 @@ def unsupported(
         return f"sm_{arch}: the dq pass is for sm_90, and for sm_100 over lists with mask_block_bits"
     if dtype not in DTYPES:
         return f"q is {dtype}: the dq pass supports float16 and bfloat16"
-    if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
-        return f"head dimensions {head_dim} and {head_dim_v}: the dq pass supports equal ones of {HEAD_DIMS}"
+    supported = HEAD_DIMS + WIDE_HEAD_DIMS * has_bits(lists)
+    if (head_dim, head_dim_v) not in supported:
+        return f"head dimensions {head_dim} and {head_dim_v}: the dq pass supports {', '.join(map(str, supported))}"
     block_q, block_k = lists.block_size or (TILE_M, STEP)
     if block_q % TILE_M or block_k not in (STEP // 2, STEP):
         return (

@@ -2,8 +2,8 @@
 
 Both warpgroups loop over the same steps, so both reach each barrier equally often, and both release all stages. Where
 entries have bits, a warpgroup multiplies only blocks that one of its tokens lists: a step with both as without bits, a
-step with one block by itself, a step with none is skipped. Where products go warp by warp every block is done by
-itself.
+step with one block by itself, a step with none is skipped. At large head dimensions a step is one block, and with one
+stage dS is multiplied before the next block is awaited. Where products go warp by warp every block is done by itself.
 """
 
 from dataclasses import dataclass
@@ -66,6 +66,7 @@ class WarpgroupSteps:
     rows: tuple[tuple[Float32, Float32], ...]  # lse_log2 and dpsum of the thread's rows
     scale_log2: Float32
     wait: Callable[[int], None]  # for products, all but the last so many
+    stages: cutlass.Constexpr[int]  # of k and v
 
     @cute.jit
     def run_all(self, steps: Int32, state: pipeline.PipelineState):
@@ -99,9 +100,14 @@ class WarpgroupSteps:
             entries, words = coming, coming_words
             coming, coming_words = loop.entries(step + 1), loop.all_words(step + 1)
             blocks = self.blocks(step, entries, words)
-            first, second = [self.mask.any_lists(block.words) for block in blocks]
+            listed = [self.mask.any_lists(block.words) for block in blocks]
+            first, second = listed[0], listed[-1]
             if first & second:
-                if pending:
+                if const_expr(self.stages == 1):
+                    acc_S, acc_dP = self.first_products(self.stage, state, state.index)
+                    self.finish(self.stage, acc_S, acc_dP, blocks, state)
+                    self.last_product(self.stage, state, state.index)
+                elif pending:
                     acc_S, acc_dP = self.next_products(before, state)
                     self.finish(self.stage, acc_S, acc_dP, blocks, state)
                 else:
@@ -110,14 +116,16 @@ class WarpgroupSteps:
             else:
                 if pending:
                     self.last_product(self.stage, before, before.index)
-                if first | second:
+                if const_expr(loop.parts == 1):
+                    self.pass_by(state)
+                elif first | second:
                     at = (cute.arch.make_warp_uniform(Int32(cutlass.select_(first, Int32(0), Int32(1)))), state.index)
                     acc_S, acc_dP = self.first_products(self.block, state, at)
                     self.finish(self.block, acc_S, acc_dP, [Block.one_of(first, blocks)], state)
                     self.last_product(self.block, state, at)
                 else:
                     self.pass_by(state)
-            pending = first & second
+            pending = first & second & (self.stages > 1)
             before = state.clone()
             state.advance()
         self.release_queries()

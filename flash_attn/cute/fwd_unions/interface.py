@@ -43,7 +43,7 @@ def forward_unions(
     """Attention of every token to the keys of its own list; the caller has checked the tensors, none of them empty.
 
     Args:
-        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
+        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D] and Dv, or packed.
         lists: forward lists with ``mask_block_bits``.
         softmax_scale: 1 / sqrt(D) unless given.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1].
@@ -52,7 +52,7 @@ def forward_unions(
         aux_tensors: `fwd_sm90.block_sums`, which are written.
 
     Returns:
-        o like q, and the log-sum-exp, natural, -inf where a row sees no key: fp32 [B, Hq, T], packed [Hq, total].
+        o [.., Hq, Dv], and the log-sum-exp, natural, -inf where a row sees no key: fp32 [B, Hq, T], packed [Hq, total].
 
     Raises:
         NotImplementedError: no such kernel, or lists without bits. ValueError: lists that do not fit the call.
@@ -65,7 +65,7 @@ def forward_unions(
     sequences = (cu_seqlens_q, cu_seqlens_k)
     normalized = lists_of_queries(q, k, lists, cu_seqlens=sequences, seqused=(None, None), max_seqlen_q=max_seqlen_q)
     left, right = edges(causal, (None, None))
-    spec = DqSpec.of(q, k, lists, normalized, (left, right), sequences, q_offset)
+    spec = DqSpec.of(q, k, v, lists, normalized, (left, right), sequences, q_offset)
     sms = target_sm_count() if spec.stay else None
     key = (dispatch_arch(), sms, spec, normalized.broadcast_pattern, aux_tensors is not None)
     kernel = _compiled(
@@ -73,7 +73,7 @@ def forward_unions(
         lambda: FlashAttentionForwardUnions(spec),
         lambda: [*_fake_arguments(spec, aux_tensors is not None), to_cute_block_sparse_tensors(normalized.tensors)],
     )
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32, device=q.device)
     if not is_fake_mode():
         kernel(
@@ -89,8 +89,8 @@ _compiled = CompiledKernels("fwd_unions")
 
 def _fake_arguments(spec: DqSpec, with_sums: bool) -> list[object]:
     """Fake arguments of the kernel that come before the block lists, to compile for."""
-    call = FakeCall.of(spec.dtype, spec.head_dim, spec.packed)
-    tokens, lse = call.tokens(call.q, call.k, call.k, call.q), call.of_rows(call.q[-3])
+    call = FakeCall.of(spec.dtype, *spec.dims, spec.packed)
+    tokens, lse = call.tokens(call.q, call.k, call.v, call.o), call.of_rows(call.q[-3])
     ends = (Int32(0) if given else None for given in spec.edges)
     sums = fake_tensor(Float32, tuple(cute.sym_int() for _ in range(3))) if with_sums else None
     return [*tokens, lse, sums, Float32(1.0), *ends, *fake_indices(*spec.packed, spec.offset)]

@@ -39,8 +39,8 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         self,
         mQ: cute.Tensor,  # [B, T, Hq, D], or packed [total, Hq, D]
         mK: cute.Tensor,  # [B, S, Hkv, D], or packed [total, Hkv, D]
-        mV: cute.Tensor,
-        mO: cute.Tensor,  # like q
+        mV: cute.Tensor,  # v and o have Dv
+        mO: cute.Tensor,
         mLSE: cute.Tensor,  # fp32 [B, Hq, T], or packed [Hq, total]
         mSums: cute.Tensor | None,  # of `block_sums`
         softmax_scale: Float32,
@@ -85,8 +85,8 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         sQ, sK, sV = staged
         loaded = const_expr(queries[0][0] is not None)
 
-        acc_O = sum_registers(spec.head_dim)
-        sK, sV = [parts_of_stages(t, (spec.block_k, spec.head_dim)) for t in (sK, sV)]
+        acc_O = sum_registers(spec.head_dim_v)
+        sK, sV = [parts_of_stages(t, (spec.block_k, dim)) for t, dim in zip((sK, sV), spec.dims)]
         scores = of_shared(sQ, sK, thread, spec.use_mma_sync)
         add_v = of_registers(layout_utils.transpose_view(sV), thread, spec.use_mma_sync)
         softmax = UnionSoftmax.of(Softmax.create(scales[1], ROWS_OF_THREAD), self.dtype)
@@ -145,7 +145,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
     def write(self, outputs: tuple[cute.Tensor, cute.Tensor], acc_O: cute.Tensor, softmax: UnionSoftmax, mask: KeyMask):
         """Write a tile's o and lse."""
         Softmax.rescale_O(softmax, acc_O, softmax.finalize())
-        DqOutput(outputs[0], None, False, self.spec.head_dim, Float32(1.0), mask).write(acc_O)
+        DqOutput(outputs[0], None, False, self.spec.head_dim_v, Float32(1.0), mask).write(acc_O)
         lse = mask.seqlen.offset_batch_Q(outputs[1], mask.batch, dim=2)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             if mask.row(r) < mask.seqlen.seqlen_q and mask.thread % 4 == 0:

@@ -10,7 +10,8 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 ROWS = 64  # queries of a warpgroup of SM90
 BIT_ROWS = 128  # rows of packed heads to a list with `mask_block_bits`
 STEP = 128  # keys of a step of the dq pass, and of forward by `two_block_steps`
-STAGES = 6  # of a block of 64 keys that fit beside a tile's queries at head dimension 128
+STAGES = 6  # of a block of 64 keys that fit beside a tile's queries at head dimension 128, at most
+SHARED_BYTES = 226 * 1024  # of tiles of a CTA
 
 
 def box_columns(head_dim: int) -> int:
@@ -75,14 +76,21 @@ def forward_parts(
     `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
     no paged keys but with bits, and no compressed-causal mask, which `masks` does not know.
     """
-    fits = head_dim == head_dim_v and head_dim in (64, 96, 128)
+    dims = ((64, 64), (96, 96), (128, 128)) + ((192, 128), (256, 256)) * has_bits
+    fits = (head_dim, head_dim_v) in dims
     parts = 1 if has_bits else 2
     return parts if tile_n == STEP // 2 and fits and overlaps_products and plain else 0
 
 
-def stages(list_words: int) -> int:
-    """Stages of keys and values of SM90 forward, with so many words of bits beside an entry of lists."""
-    return STAGES if list_words else 2
+def stages(list_words: int, dims: tuple[int, int] = (128, 128), queries: int = BIT_ROWS) -> int:
+    """Stages of keys and values of SM90 forward, with so many words of bits beside an entry of lists.
+
+    dims: head dimensions of q and k, and of v. queries: of a tile.
+    """
+    if not list_words:
+        return 2
+    blocks = (SHARED_BYTES // 2 - queries * dims[0]) // (STEP // 2 * sum(dims))
+    return min(blocks, STAGES)
 
 
 def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch]) -> int:

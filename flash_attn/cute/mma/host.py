@@ -68,17 +68,20 @@ class FakeCall:
     """Fake tensors of a call to compile for: sizes and strides are symbols."""
 
     dtype: torch.dtype
-    q: tuple  # q, k: shapes
+    q: tuple  # q, k, v, o: shapes
     k: tuple
+    v: tuple
+    o: tuple
     lead: tuple  # batch of the queries; () where they are packed
     heads: Any  # query heads
 
     @staticmethod
-    def of(dtype: torch.dtype, head_dim: int, packed: tuple[bool, bool]) -> "FakeCall":
+    def of(dtype: torch.dtype, head_dim: int, head_dim_v: int, packed: tuple[bool, bool]) -> "FakeCall":
         batch, Hq, Hkv = (cute.sym_int() for _ in range(3))
         lead_q, lead_k = (() if of_side else (batch,) for of_side in packed)
-        q, k = (*lead_q, cute.sym_int(), Hq, head_dim), (*lead_k, cute.sym_int(), Hkv, head_dim)
-        return FakeCall(dtype, q, k, lead_q, Hq)
+        q, k = (*lead_q, cute.sym_int(), Hq), (*lead_k, cute.sym_int(), Hkv)
+        shapes = ((*q, head_dim), (*k, head_dim), (*k, head_dim_v), (*q, head_dim_v))
+        return FakeCall(dtype, *shapes, lead_q, Hq)
 
     def tokens(self, *shapes: tuple) -> list[Any]:
         return [fake_tensor(DTYPES[self.dtype], shape, divisibility=8) for shape in shapes]

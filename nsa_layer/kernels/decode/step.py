@@ -30,7 +30,7 @@ from nsa_layer.kernels.decode.spec import (
 )
 from nsa_layer.kernels.gating.forward import readable_gates, readable_weight
 from nsa_layer.kernels.launch import launch
-from nsa_layer.support import KERNEL_DTYPES, MOST_BLOCKS, ROW_LENGTHS
+from nsa_layer.support import DECODE_DIMS, KERNEL_DTYPES, MOST_BLOCKS
 
 Tensor = torch.Tensor
 MOST_SPLITS = 48
@@ -54,7 +54,7 @@ def supports(call: Call) -> bool:
         return False
     if call.q.dtype not in KERNEL_DTYPES or not (_has_scores if config.rule == "index" else _has_compressed)(call):
         return False
-    if call.q.shape[-1] not in ROW_LENGTHS or call.q.shape[-1] != cache.v_cache.shape[-1]:
+    if (call.q.shape[-1], cache.v_cache.shape[-1]) not in DECODE_DIMS:
         return False
     if call.k is None and (call.k_cmp is not None or call.v_cmp is not None):
         return False

@@ -18,7 +18,7 @@ small launch adds the CTAs' sums in a fixed order.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -32,8 +32,10 @@ from nsa_layer.kernels.gating.forward import (
     LOG2_E,
     Layout,
     batched,
+    clamped,
     dot,
     heads_of_cta,
+    in_row,
     load_weight,
     numbers,
     pick,
@@ -41,6 +43,7 @@ from nsa_layer.kernels.gating.forward import (
     row_sum,
     three,
     vector_of,
+    zero_behind,
 )
 from nsa_layer.kernels.gating.reduce_partials import reduce_partials
 from nsa_layer.kernels.launch import DTYPES, launch
@@ -140,9 +143,10 @@ class GatedSumBackward:
         sPosition = smem.allocate_tensor(Int32, cute.make_layout(rows.tile), byte_alignment=16)
         sW = None
         if const_expr(mW is not None):
-            of_heads = cute.make_layout((rows.heads, rows.gates, rows.D), stride=(rows.gates * rows.D, rows.D, 1))
+            D = mW.shape[2]
+            of_heads = cute.make_layout((rows.heads, rows.gates, D), stride=(rows.gates * D, D, 1))
             sW = smem.allocate_tensor(mW.element_type, of_heads, byte_alignment=16)
-            if slot == 0:
+            if (slot == 0) & in_row(mW, lane, rows):
                 for i in cutlass.range_constexpr(rows.gates):
                     share = cute.local_tile(sW[head, i, None], (rows.vector,), (lane,))
                     cute.autovec_copy(cute.local_tile(mW[h, i, None], (rows.vector,), (lane,)), share)
@@ -186,7 +190,7 @@ class GatedSumBackward:
 
                 place = step * rows.tokens + slot
                 token = tile * rows.tile + place
-                do, rO = numbers(loaded[0]), loaded[1 : 1 + count]
+                do, rO = zero_behind(mdO, numbers(loaded[0]), lane, rows), loaded[1 : 1 + count]
                 deltas = [row_sum(dot(do, numbers(r)), rows) for r in rO]
                 sent = deltas
                 g = [sG[place, head, i, stage] for i in range(3)] if const_expr(mG is not None) else None
@@ -201,14 +205,15 @@ class GatedSumBackward:
                         rdQ[c] = dot(d_logits, [w[c] for w in rW]).to(dtype)
                         for i in cutlass.range_constexpr(count):
                             rSums[c, i] = cute.math.fma(d_logits[i], q[c], rSums[c, i])
-                    if token < T:
+                    if (token < T) & in_row(mdQ, lane, rows):
                         cute.autovec_copy(rdQ, vector_of(mdQ, b, token, h, lane, rows))
                 if const_expr(mdOs is not None):
                     rdOs = [scaled(x, do, dtype) for x in g[:count]]
                     sent = [row_sum(dot(numbers(d), numbers(r)), rows) for d, r in zip(rdOs, rO)]
                     if token < T:
-                        for i in cutlass.range_constexpr(count):
-                            cute.autovec_copy(rdOs[i], vector_of(mdOs[i], b, token, h, lane, rows))
+                        if in_row(mdO, lane, rows):
+                            for i in cutlass.range_constexpr(count):
+                                cute.autovec_copy(rdOs[i], vector_of(mdOs[i], b, token, h, lane, rows))
                         if lane < rows.gates:
                             mdGates[b, token, h, lane] = pick(lane, deltas).to(mdGates.element_type)
                 if lane < rows.gates:
@@ -239,9 +244,10 @@ class GatedSumBackward:
 
         self.fill_padding(dpsums, lse_log2s, mCuSeqlens, (B, T), (group, tidx, cta, ctas))
         if const_expr(mSums is not None):
-            for i in cutlass.range_constexpr(rows.gates):
-                share = cute.local_tile(mSums[cta * rows.tokens + slot, h, i, None], (rows.vector,), (lane,))
-                cute.autovec_copy(rSums[None, i], share)
+            if in_row(mSums, lane, rows):
+                for i in cutlass.range_constexpr(rows.gates):
+                    share = cute.local_tile(mSums[cta * rows.tokens + slot, h, i, None], (rows.vector,), (lane,))
+                    cute.autovec_copy(rSums[None, i], share)
 
     @cute.jit
     def load_rows(self, read: tuple[cute.Tensor, ...], sRing: cute.Tensor, place: tuple, tidx: Int32, at: Int32 | int):
@@ -251,7 +257,8 @@ class GatedSumBackward:
         atom = cute.make_copy_atom(op, read[0].element_type, num_bits_per_copy=128)
         token = cutlass.min(token, read[0].shape[1] - 1)
         for k in cutlass.range_constexpr(len(read)):
-            cute.copy(atom, vector_of(read[k], b, token, h, lane, self.rows), sRing[None, tidx, k, at])
+            own = clamped(read[k], lane, self.rows)
+            cute.copy(atom, vector_of(read[k], b, token, h, own, self.rows), sRing[None, tidx, k, at])
 
     @cute.jit
     def load_gates(
@@ -322,7 +329,7 @@ def gated_sum_backward(
     """Gradients of `gated_sum`, and each branch's row sums and lse for attention's backward.
 
     Args:
-        do, outputs, q: [B, T, Hq, D], or packed [total, Hq, D]; outputs are those of `gated_sum`, and q is read with
+        do, outputs, q: [B, T, Hq, Dv], q with D, or packed; outputs are those of `gated_sum`, and q is read with
             `gate_weight` only.
         lses: of the outputs, fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key. Where the last
             output is None, so are its lse and what is returned for it; its gates' gradients are 0.
@@ -332,9 +339,10 @@ def gated_sum_backward(
         cu_seqlens: int32 starts of the packed sequences, and the total.
         out: written and returned as dq, with `gate_weight`; heads and tokens may have any stride.
     """
-    Hq, D = do.shape[-2:]
+    Hq, Dv = do.shape[-2:]
     weighed, given = gate_weight is not None, gates is not None
-    rows = backward_rows(D, Hq, len(outputs))
+    D = q.shape[-1] if weighed else Dv
+    rows = backward_rows(max(D, Dv), Hq, len(outputs))
     ctas = _ctas_a_group(do, rows, weighed)
 
     new = dict(device=do.device, dtype=do.dtype)
@@ -362,7 +370,8 @@ def gated_sum_backward(
 
 
 def backward_rows(D: int, Hq: int, gates: int) -> Layout:
-    return Layout(D, heads_of_cta(Hq), at_once=3, steps=D // 4, gates=gates)
+    rows = Layout(D, heads_of_cta(Hq, D), at_once=3, steps=0, gates=gates)
+    return replace(rows, steps=2 * rows.lanes)
 
 
 def _ctas_a_group(do: Tensor, rows: Layout, weighed: bool) -> int:

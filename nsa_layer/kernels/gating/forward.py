@@ -1,8 +1,9 @@
 """The gated sum of the branches, ``o = sum_i g_i * o_i``, in one pass that also computes ``g_i = sigmoid(q . W_i)``.
 
-A CTA takes a few heads and loops over tokens: 8 elements a thread, so that a row is 8 or 16 threads, heads are side by
-side as in memory, and a thread keeps its share of its head's W in registers. Bound by memory: the loads of several
-tokens are in flight before the first is used.
+A CTA takes a few heads and loops over tokens: 8 elements a thread, so that a row is 8, 16 or 32 threads, heads are side
+by side as in memory, and a thread keeps its share of its head's W in registers. Threads past the end of a shorter row
+read its last elements as zeros and write nothing. Bound by memory: the loads of several tokens are in flight before the
+first is used.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from nsa_layer.kernels.launch import DTYPES, launch
 from nsa_layer.kernels.varlen import load_once
@@ -26,7 +27,7 @@ class Layout:
     """The layout of a CTA's threads over rows: the lanes of a row, then the heads of a token, then tokens.
 
     Attributes:
-        D: elements of a row.
+        D: elements of the longest row.
         heads: of a CTA, a power of two that divides Hq.
         at_once: steps of a CTA whose loads are in flight together.
         steps: of `tokens` tokens each, one after the other: a CTA's piece of work, a tile.
@@ -45,7 +46,8 @@ class Layout:
 
     @property
     def lanes(self) -> int:
-        return self.D // self.vector
+        """A power of two, by which shuffles sum up a row, and one for each gate at least."""
+        return max(4, 1 << (self.D // self.vector - 1).bit_length())
 
     @property
     def tokens(self) -> int:
@@ -123,7 +125,8 @@ class GatedSum:
                 for c in cutlass.range_constexpr(rows.vector):
                     rOut[c] = total[c].to(mO.element_type)
                 if tokens[s] < T:
-                    cute.autovec_copy(rOut, vector_of(mO, b, tokens[s], h, lane, rows))
+                    if in_row(mO, lane, rows):
+                        cute.autovec_copy(rOut, vector_of(mO, b, tokens[s], h, lane, rows))
                     if const_expr(mG is not None):
                         if lane < rows.gates:
                             mG[b, tokens[s], h, lane] = pick(lane, g)
@@ -136,6 +139,21 @@ def batched(t: cute.Tensor | None, rank: int) -> cute.Tensor | None:
     return cute.make_tensor(t.iterator, cute.make_layout((1, *t.shape), stride=(0, *t.stride)))
 
 
+def vectors(t: cute.Tensor, rows: Layout) -> int:
+    """Shares of a row of [.., D]."""
+    return t.shape[cute.rank(t) - 1] // rows.vector
+
+
+def in_row(t: cute.Tensor, lane: Int32, rows: Layout) -> bool | Boolean:
+    """True if a thread has a share of the rows of [.., D]."""
+    return True if vectors(t, rows) == rows.lanes else lane < vectors(t, rows)
+
+
+def clamped(t: cute.Tensor, lane: Int32, rows: Layout) -> Int32:
+    """The lane, or the last one that has a share of the rows of [.., D]."""
+    return lane if vectors(t, rows) == rows.lanes else cutlass.min(lane, vectors(t, rows) - 1)
+
+
 def vector_of(t: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32, rows: Layout) -> cute.Tensor:
     """A thread's share of a row of [B, T, H, D]."""
     return cute.local_tile(t[b, token, h, None], (rows.vector,), (lane,))
@@ -143,7 +161,7 @@ def vector_of(t: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32, row
 
 def load_vector(t: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32, rows: Layout) -> cute.Tensor:
     loaded = cute.make_rmem_tensor((rows.vector,), t.element_type)
-    load_once(vector_of(t, b, token, h, lane, rows), loaded)
+    load_once(vector_of(t, b, token, h, clamped(t, lane, rows), rows), loaded)
     return loaded
 
 
@@ -152,9 +170,15 @@ def load_weight(mW: cute.Tensor, h: Int32, lane: Int32, rows: Layout) -> list[li
     loaded = []
     for i in range(rows.gates):
         r = cute.make_rmem_tensor((rows.vector,), mW.element_type)
-        cute.autovec_copy(cute.local_tile(mW[h, i, None], (rows.vector,), (lane,)), r)
-        loaded.append(numbers(r))
+        cute.autovec_copy(cute.local_tile(mW[h, i, None], (rows.vector,), (clamped(mW, lane, rows),)), r)
+        loaded.append(zero_behind(mW, numbers(r), lane, rows))
     return loaded
+
+
+def zero_behind(t: cute.Tensor, share: list[Float32], lane: Int32, rows: Layout) -> list[Float32]:
+    """A thread's share of a row of [.., D]; 0 where it has none."""
+    there = in_row(t, lane, rows)
+    return share if there is True else [Float32(cutlass.select_(there, x, Float32(0.0))) for x in share]
 
 
 def numbers(r: cute.Tensor) -> list[Float32]:
@@ -204,7 +228,8 @@ def gated_sum(
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; read with `gate_weight` only.
-        outputs: of one to three branches, as q, in fp16 or bf16, D 64 or 128; the last of several may be None.
+        outputs: of one to three branches, [.., Hq, Dv], in fp16 or bf16; the last of several may be None. D and Dv are
+            multiples of 8 up to 256.
         gate_weight: [Hq, branches, D]: gates are ``sigmoid(q . gate_weight)``.
         gates: [B, T, Hq, branches]: the gates themselves. Neither: equal shares.
         out: written and returned as o, if given; heads and tokens may have any stride.
@@ -212,19 +237,19 @@ def gated_sum(
     Returns:
         o, as the outputs, and the gates in fp32 [B, T, Hq, branches]; None for equal shares.
     """
-    Hq, D = outputs[0].shape[-2:]
+    Hq, Dv = outputs[0].shape[-2:]
     o = torch.empty(outputs[0].shape, dtype=outputs[0].dtype, device=outputs[0].device) if out is None else out
     gated = gate_weight is not None or gates is not None
     g = torch.empty((*o.shape[:-1], len(outputs)), dtype=torch.float32, device=o.device) if gated else None
     q = q if gate_weight is not None else None
     gate_weight, gates = readable_weight(gate_weight), readable_gates(gates)
-    rows = forward_rows(D, Hq, len(outputs), weighed=gate_weight is not None)
+    rows = forward_rows(Dv if q is None else max(Dv, q.shape[-1]), Hq, len(outputs), weighed=gate_weight is not None)
     launch("gated_sum", GatedSum, (rows,), q, gate_weight, gates, *three(outputs), o, g)
     return o, g
 
 
 def forward_rows(D: int, Hq: int, gates: int, *, weighed: bool) -> Layout:
-    return Layout(D, heads_of_cta(Hq), at_once=4, steps=16, resident=1 if weighed else 2, gates=gates)
+    return Layout(D, heads_of_cta(Hq, D), at_once=4, steps=16, resident=1 if weighed else 2, gates=gates)
 
 
 def three(of_branches: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -232,9 +257,9 @@ def three(of_branches: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     return (*of_branches, None, None, None)[:3]
 
 
-def heads_of_cta(Hq: int) -> int:
-    """The largest power of two that divides Hq, up to 16: at D = 128, 4 KB side by side."""
-    return min(16, Hq & -Hq)
+def heads_of_cta(Hq: int, D: int) -> int:
+    """The largest power of two that divides Hq, up to 16, of rows above 128 up to 8: 4 KB side by side."""
+    return min(16 if D <= 128 else 8, Hq & -Hq)
 
 
 def readable_weight(weight: Tensor | None) -> Tensor | None:

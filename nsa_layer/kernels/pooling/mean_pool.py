@@ -173,7 +173,10 @@ class PoolKernel:
         batch = max(u for u in divisors(plan.size) if u <= IN_FLIGHT)
         for i in cutlass.range(-(-plan.count // groups)):
             segment = i * groups + group
-            if segment < covered:
+            inside = segment < covered
+            if const_expr(THREADS % lanes):  # the last threads are no whole group
+                inside = inside & (group < groups)
+            if inside:
                 total = cute.make_rmem_tensor(VECTOR, Float32)
                 total.fill(0.0)
                 for begin in cutlass.range(plan.size // batch):
@@ -268,9 +271,13 @@ class UnpoolKernel:
         groups = THREADS // lanes
         tidx, _, _ = cute.arch.thread_idx()
         group, lane = tidx // lanes, tidx % lanes
-        for i in cutlass.range(self.tokens // self.size // groups):
+        of_tile = self.tokens // self.size
+        for i in cutlass.range(-(-of_tile // groups)):
             token = tile * self.tokens + (i * groups + group) * self.size
-            if start + token < end:
+            inside = start + token < end
+            if const_expr(of_tile % groups or THREADS % lanes):
+                inside = inside & (group < groups) & (i * groups + group < of_tile)
+            if inside:
                 last = token // self.pooling.d
                 total = cute.make_rmem_tensor(VECTOR, Float32)
                 total.fill(0.0)

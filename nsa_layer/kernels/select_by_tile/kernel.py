@@ -28,6 +28,7 @@ from nsa_layer.kernels.select_by_tile.split_fp16 import (
     WARPS_N,
     copy_row,
     row_copy,
+    row_length,
     rows_layout,
     split_gemm,
     tiled_mma,
@@ -100,7 +101,7 @@ class BlockTopK:
         end = candidates_end(last_tile * q_tile, T, block_size, spec.causal)
 
         smem = cutlass.utils.SmemAllocator()
-        layout_A, layout_B = rows_layout(spec.D, 1), rows_layout(spec.D, STAGES)
+        layout_A, layout_B = rows_layout(spec.D, 1), rows_layout(spec.D // spec.parts, STAGES)
         sA = smem.allocate_tensor(Float16, layout_A.outer, 1024, layout_A.inner)
         list_bytes = spec.tiles * WARPS_N * register_topk.QUAD * spec.share * 8
         region = smem.allocate(max(cute.cosize(layout_B) * 2, list_bytes), 1024)
@@ -144,12 +145,17 @@ class BlockTopK:
         cute.arch.cp_async_wait_group(1)
         cute.arch.sync_threads()
         for i in cutlass.range(rounds, unroll=1):
-            split_gemm(sA, sB, acc, i % STAGES)
-            scales = [sScale[first_column + c, i % STAGES] for c in COLUMNS]
+            at = i * spec.parts  # of the parts of all rounds
+            for part in cutlass.range_constexpr(spec.parts - 1):
+                split_gemm(sA, sB, acc, at % STAGES, part)
+                self.next_round(load, at, rounds, steps, middle)
+                at += 1
+            split_gemm(sA, sB, acc, at % STAGES, spec.parts - 1)
+            scales = [sScale[first_column + c, at % STAGES] for c in COLUMNS]
             first = self.step_of(i, steps, middle) * TILE + first_column
             late = self.is_late(warp_n, i, middle)
             if late:
-                self.next_round(load, i, rounds, steps, middle)
+                self.next_round(load, at, rounds, steps, middle)
             if const_expr(spec.softmax):
                 if i < whole:
                     update_row_sums(acc, scales, factors, COLUMNS, first, None, highest, sums)
@@ -160,7 +166,7 @@ class BlockTopK:
             if i >= middle:
                 self.insert_all(best, acc, scales, factors, highest, sums, first, tiles, ends, sizes)
             if not late:
-                self.next_round(load, i, rounds, steps, middle)
+                self.next_round(load, at, rounds, steps, middle)
 
         cute.arch.sync_threads()
         self.store_lists(best, sLists, warp_m, warp_n, lane)
@@ -183,15 +189,17 @@ class BlockTopK:
 
     @cute.jit
     def next_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, middle: Int32):
-        """Wait for all warps' products and for the next round's keys; load the round after that into the free stage."""
+        """Wait for all warps' products and for the keys of the next round, or its next part; load those after them into
+        the free stage."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         self.load_round(load, i + STAGES, rounds, steps, middle)
 
     @cute.jit
     def load_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, middle: Int32):
-        if i < rounds:
-            self.load_keys(load, self.step_of(i, steps, middle), i % STAGES)
+        parts = self.spec.parts
+        if i < rounds * parts:
+            self.load_keys(load, self.step_of(i // parts, steps, middle), i % parts, i % STAGES)
         cute.arch.cp_async_commit_group()
 
     def step_of(self, i: Int32, steps: Int32, middle: Int32) -> Int32:
@@ -217,15 +225,16 @@ class BlockTopK:
             copy_row(copy, source, tAsA, tidx % lanes, i, 0)
 
     @cute.jit
-    def load_keys(self, load: tuple, step: Int32, stage: Int32):
+    def load_keys(self, load: tuple, step: Int32, part: Int32, stage: Int32):
         mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end = load
-        copy = row_copy(self.spec.D)
+        width = self.spec.D // self.spec.parts
+        copy, lanes = row_copy(width), width // VECTOR
         tidx, _, _ = cute.arch.thread_idx()
-        lanes = self.spec.D // VECTOR
+        lane = part * lanes + tidx % lanes
         tBsB = copy.get_slice(tidx).partition_D(sB)
         for i in cutlass.range_constexpr(TILE * lanes // THREADS):
             block = cutlass.min(step * TILE + tidx // lanes + i * (THREADS // lanes), end - 1)
-            copy_row(copy, mK[keys_before + block * keys_a_block, head, None], tBsB, tidx % lanes, i, 2 * stage)
+            copy_row(copy, mK[keys_before + block * keys_a_block, head, None], tBsB, lane, i, 2 * stage)
         if tidx < TILE:
             row = keys_before + cutlass.min(step * TILE + tidx, end - 1) * keys_a_block
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
@@ -314,11 +323,11 @@ def block_topk(
         int32 [B, Hkv, M, n], ascending, padded with -1, and the lists' lengths, [B, Hkv, M]. Packed without B, with M
         and n for any lengths; lists behind the last tile's are empty.
     """
-    Hq, D, Hkv = q.shape[-2], q.shape[-1], k_mean.shape[-2]
+    Hq, Hkv = q.shape[-2], k_mean.shape[-2]
     share, packed = -(-config.block_counts // register_topk.QUAD), cu_seqlens is not None
     forced = (config.init_blocks, config.local_blocks, config.forces_too_many)
-    spec = TopKSpec(D, Hq // Hkv, share, causal, *forced, packed)
     T = q.shape[-3]
+    spec = TopKSpec(row_length(q.shape[-1]), Hq // Hkv, share, causal, *forced, packed)
     if packed:  # as many groups as there may be, and one without tiles, which empties lists
         B, sequences = 1, len(cu_seqlens) - 1
         M = config.num_tiles(T, sequences)

@@ -1,7 +1,8 @@
 """Pooled queries of all tiles, and compressed keys, as rows of split fp16, in one launch.
 
 A CTA sums a tile's tokens for as many heads as make 512 elements: 64 threads cover these, 16 bytes each, and four such
-rows of threads share the tokens, with the loads of eight tokens in flight. The last CTAs split the keys.
+rows of threads share the tokens, with the loads of eight tokens in flight. The last CTAs split the keys. Rows of split
+fp16 have 64 or 128 numbers, zeros behind those of a shorter row.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.select_by_tile import split_fp16
@@ -41,14 +42,16 @@ class PooledQueries:
     """One launch of `pooled_queries`.
 
     Args:
+        D: numbers of a row of split fp16.
+        of_row: and of a query or key.
         own: pool a tile's own queries, not those up to its first.
     """
 
     shapes = "B T Hq D", "B blocks Hkv D", "starts", "tiles Hq D", "tiles Hq", "keys Hkv D", "keys Hkv"
 
-    def __init__(self, D: int, own: bool) -> None:
+    def __init__(self, D: int, of_row: int, own: bool) -> None:
         self.own = own
-        self.lanes = D // split_fp16.VECTOR
+        self.lanes, self.vectors = D // split_fp16.VECTOR, of_row // split_fp16.VECTOR
         self.heads = ROW // self.lanes
 
     @cute.jit
@@ -120,7 +123,7 @@ class PooledQueries:
             for i in cutlass.range_constexpr(AT_ONCE):
                 for c in cutlass.range_constexpr(split_fp16.VECTOR):
                     x = loaded[i][c].to(Float32) * down
-                    total[c] += cutlass.select_(tokens[i] < end, x, Float32(0.0))
+                    total[c] += cutlass.select_((tokens[i] < end) & self.in_row(lane), x, Float32(0.0))
         for c in cutlass.range_constexpr(split_fp16.VECTOR):
             sums[tidx, c] = total[c]
         cute.arch.sync_threads()
@@ -138,8 +141,15 @@ class PooledQueries:
     def load(self, mQ: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32) -> cute.Tensor:
         atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), mQ.element_type, num_bits_per_copy=128, invariant=True)
         loaded = cute.make_rmem_tensor((split_fp16.VECTOR,), mQ.element_type)
-        cute.copy(atom, cute.local_tile(mQ[b, token, h, None], (split_fp16.VECTOR,), (lane,)), loaded)
+        cute.copy(atom, cute.local_tile(mQ[b, token, h, None], (split_fp16.VECTOR,), (self.clamped(lane),)), loaded)
         return loaded
+
+    def in_row(self, lane: Int32) -> bool | Boolean:
+        """True if a thread has a part of a query or key; others have zeros."""
+        return True if self.vectors == self.lanes else lane < self.vectors
+
+    def clamped(self, lane: Int32) -> Int32:
+        return lane if self.vectors == self.lanes else cutlass.min(lane, self.vectors - 1)
 
     @cute.jit
     def split_keys(self, mK: cute.Tensor, mRows: cute.Tensor, mScale: cute.Tensor, cta: Int32):
@@ -151,8 +161,11 @@ class PooledQueries:
         number = cutlass.min(number, B * Tc * Hkv - 1)
         row, h = number // Hkv, number % Hkv
         loaded = cute.make_rmem_tensor((split_fp16.VECTOR,), Float32)
-        cute.autovec_copy(cute.local_tile(mK[row // Tc, row % Tc, h, None], (split_fp16.VECTOR,), (lane,)), loaded)
+        vector = cute.local_tile(mK[row // Tc, row % Tc, h, None], (split_fp16.VECTOR,), (self.clamped(lane),))
+        cute.autovec_copy(vector, loaded)
         share = [loaded[c] for c in range(split_fp16.VECTOR)]
+        if const_expr(self.vectors < self.lanes):
+            share = [Float32(cutlass.select_(self.in_row(lane), x, Float32(0.0))) for x in share]
         scale = split_fp16.split(share, self.lanes, mRows[row, h, None], lane, inside, shift=-split_fp16.KEYS_DOWN)
         if inside & (lane == 0):
             mScale[row, h] = scale
@@ -170,14 +183,14 @@ def pooled_queries(
         tiles: of all sequences, or more.
 
     Returns:
-        Means with R = tiles, of one sequence after the other, and keys with R = B Tc.
+        Means with R = tiles, of one sequence after the other, and keys with R = B Tc; D is 64 or 128.
     """
-    D = q.shape[-1]
+    D = split_fp16.row_length(q.shape[-1])
     means = _empty_split_rows(tiles, q.shape[-2], D, q)
     keys = _empty_split_rows(k_mean.shape[:-2].numel(), k_mean.shape[-2], D, q)
     if tiles:
         outputs = (means.rows, means.scale, keys.rows, keys.scale)
-        launch("pooled_queries", PooledQueries, (D, own), q, k_mean, cu_seqlens, *outputs, q_tile)
+        launch("pooled_queries", PooledQueries, (D, q.shape[-1], own), q, k_mean, cu_seqlens, *outputs, q_tile)
     return means, keys
 
 

@@ -30,6 +30,11 @@ class TopKSpec:
     packed: bool
 
     @property
+    def parts(self) -> int:
+        """Parts of a row in which keys are loaded, as many as shared memory asks for."""
+        return 1 if self.D <= 128 else 4
+
+    @property
     def softmax(self) -> bool:
         """A group's heads are summed after a softmax. One head ranks as its scores do."""
         return self.G > 1

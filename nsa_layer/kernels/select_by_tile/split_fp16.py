@@ -4,14 +4,14 @@ A row's largest element is scaled to [2^14, 2^15), so that fp16 holds much small
 scale, so that ``hi.hi + hi.lo + lo.hi`` goes into one accumulator; lo.lo is below its rounding. Numbers of 11 bits,
 such as means of small integers, have lo = 0 and are exact.
 
-An accumulator of D = 128 products stays below 2^38. It is multiplied by the key's scale first, and must stay in the
-range of fp32 for every key, so that a score overflows only where q . k does: the queries' scales lend 2^-23 to the
+An accumulator of D = 256 products stays below 2^39. It is multiplied by the key's scale first, and must stay in the
+range of fp32 for every key, so that a score overflows only where q . k does: the queries' scales lend 2^-24 to the
 keys'. Rows go to shared memory by cp.async, then by ldmatrix to three mma.sync.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -23,7 +23,7 @@ VECTOR = 8  # numbers of a row in one thread: 16 bytes of fp16
 # Of the exponent's 8 bits, biased by 127: 14 is what the largest number gets.
 TOP = 14
 LEAST_EXPONENT = TOP + 1  # so that scale and its inverse are both normal numbers
-KEYS_DOWN = 23  # log2 of the factor that queries' scales lend to keys'
+KEYS_DOWN = 24  # log2 of the factor that queries' scales lend to keys'
 
 TILE = 128  # rows of a CTA, and keys of a step
 THREADS = 256
@@ -71,6 +71,11 @@ def write(row: cute.Tensor, lane: Int32, lanes: int, hi: cute.Tensor, lo: cute.T
         cute.autovec_copy(lo, cute.local_tile(row, (VECTOR,), (lanes + lane,)))
 
 
+def row_length(D: int) -> int:
+    """Numbers of a row of D that is split, zeros behind them included."""
+    return next(n for n in (64, 128, 256) if D <= n)
+
+
 def rows_layout(D: int, stages: int) -> cute.ComposedLayout:
     """Swizzled shared memory of `TILE` rows, hi and lo, for ldmatrix."""
     atom = cute.make_ordered_layout((8, 64), order=(1, 0))
@@ -106,8 +111,11 @@ def copy_row(copy: cute.TiledCopy, row: cute.Tensor, tXsX: cute.Tensor, lane: In
 
 
 @cute.jit
-def split_gemm(sA: cute.Tensor, sB: cute.Tensor, acc: cute.Tensor, stage: Int32):
-    """``acc = hi.hi + hi.lo + lo.hi`` for all rows and the keys of a stage."""
+def split_gemm(sA: cute.Tensor, sB: cute.Tensor, acc: cute.Tensor, stage: Int32, part: int = 0):
+    """``acc = hi.hi + hi.lo + lo.hi`` for all rows and the keys of a stage.
+
+    part: of the rows, if the stage holds as much of the keys alone; those from the second on are added to acc.
+    """
     tidx, _, _ = cute.arch.thread_idx()
     mma = tiled_mma()
     thread = mma.get_slice(tidx)
@@ -117,10 +125,13 @@ def split_gemm(sA: cute.Tensor, sB: cute.Tensor, acc: cute.Tensor, stage: Int32)
     tAsA, tBsB = copy_A.partition_S(sA), copy_B.partition_S(sB)
     A = [thread.make_fragment_A(thread.partition_A(sA[None, None, 0])) for _ in range(2)]
     B = [thread.make_fragment_B(thread.partition_B(sB[None, None, 0])) for _ in range(2)]
-    acc.fill(0.0)
-    for k in cutlass.range_constexpr(cute.size(sA, mode=[1]) // 16):
+    steps = cute.size(sB, mode=[1]) // 16
+    if const_expr(part == 0):
+        acc.fill(0.0)
+    for k in cutlass.range_constexpr(steps):
+        at = part * steps + k
         for half in cutlass.range_constexpr(2):
-            cute.copy(copy_A, tAsA[None, None, k, half], copy_A.retile(A[half])[None, None, k])
+            cute.copy(copy_A, tAsA[None, None, at, half], copy_A.retile(A[half])[None, None, at])
             cute.copy(copy_B, tBsB[None, None, k, 2 * stage + half], copy_B.retile(B[half])[None, None, k])
         for a, b in ((1, 0), (0, 1), (0, 0)):
-            cute.gemm(mma, acc, A[a][None, None, k], B[b][None, None, k], acc)
+            cute.gemm(mma, acc, A[a][None, None, at], B[b][None, None, k], acc)

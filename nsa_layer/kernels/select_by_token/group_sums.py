@@ -146,7 +146,7 @@ class GroupSums:
     def load_queries(self, work_tile: Tile):
         spec, mQ = self.spec, self.scheduler.mQ
         tidx, _, _ = cute.arch.thread_idx()
-        lanes = spec.D // VECTOR
+        lanes = math.gcd(spec.D // VECTOR, THREADS)  # of a row's vectors, which a thread has every `lanes`-th of
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), mQ.element_type, num_bits_per_copy=128
         )
@@ -156,9 +156,10 @@ class GroupSums:
         for i in cutlass.range_constexpr(spec.columns * lanes // THREADS):
             row, head = self.column_row(work_tile, tidx // lanes + i * (THREADS // lanes))
             source = mQ[row, head, None] if const_expr(spec.packed) else mQ[work_tile.batch, row, head, None]
-            source = cute.local_tile(source, (VECTOR,), (tidx % lanes,))
-            target = tQsQ[None, i, 0]
-            cute.copy(copy, cute.make_tensor(source.iterator, target.layout), target)
+            for part in cutlass.range_constexpr(spec.D // VECTOR // lanes):
+                vector = cute.local_tile(source, (VECTOR,), (part * lanes + tidx % lanes,))
+                target = tQsQ[None, i, part]
+                cute.copy(copy, cute.make_tensor(vector.iterator, target.layout), target)
 
     @cute.jit
     def load_lse(self, work_tile: Tile):

@@ -121,7 +121,7 @@ def token_topk(
     """The blocks listed for each token and key/value head.
 
     Args:
-        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16, D 64 or 128.
+        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16, D a multiple of 32 up to 256.
         k_cmp: [B, Tc, Hkv, D], packed [all, Hkv, D]: the compressed branch's keys, like q.
         lse: fp32 [B, Hq, T], packed [Hq, total]: the compressed branch's log-sum-exp, -inf where a row sees no key.
         width: entries of a list; None: ``config.list_width`` of the longest sequence of keys, which is the least.

@@ -32,6 +32,7 @@ class Case:
     T: int = 300
     Hq: int = 4
     D: int = 128
+    Dv: int | None = None  # of the outputs; None: D
     dtype: torch.dtype = torch.bfloat16
     gate_dtype: torch.dtype | None = None  # of gate_weight or gates; the other tensors' unless given
     lengths: tuple[int, ...] | None = None
@@ -66,8 +67,8 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         values = torch.randn(wide, generator=generator, dtype=torch.float32).to(device, dtype)
         return values.narrow(dim, 1, shape[dim]) if case.strided else values
 
-    def rows() -> torch.Tensor:
-        return draw((*lead, case.Hq, case.D), case.dtype, -2)
+    def rows(D: int = case.Dv or case.D) -> torch.Tensor:
+        return draw((*lead, case.Hq, D), case.dtype, -2)
 
     def lse() -> torch.Tensor:
         heads_first = (*lead[:-1], case.Hq, lead[-1])
@@ -75,7 +76,7 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         return draw(heads_first, torch.float32, -1).mul_(3).masked_fill_(empty, -torch.inf)
 
     gate_dtype = case.gate_dtype or case.dtype
-    q, do = rows(), rows()
+    q, do = rows(case.D), rows()
     outputs, lses = (tuple(make() for _ in range(case.branches)) for make in (rows, lse))
     weight = draw((case.Hq, case.branches, case.D), gate_dtype, 0) * case.D**-0.5 if case.mode == "weight" else None
     gates = draw((*lead, case.Hq, case.branches), gate_dtype, -1) if case.mode == "gates" else None
@@ -165,7 +166,7 @@ def trace_all() -> None:
     for case in TRACED:
         x = faked(partial(make_inputs, case, "cpu"))
         o, g = forward(x)
-        assert o.shape == x.q.shape and o.dtype == case.dtype
+        assert o.shape == x.outputs[0].shape and o.dtype == case.dtype
         assert (g is None) == (case.mode == "equal") and (g is None or g.shape == (*x.q.shape[:-1], case.branches))
         got = backward(x, g, case.tile_m)
         if not case.window:
@@ -177,6 +178,7 @@ def trace_all() -> None:
             assert stat.shape == in_tiles(case, torch.zeros(x.lses[0].shape), 0.0).shape
 
 
+OTHER_DIMS = [(96, 96), (192, 128), (256, 256), (128, 96)]
 TRACED = [
     Case("equal", Hq=32),
     Case("equal", D=64, lengths=(300,), Hq=3, tile_m=80),
@@ -185,6 +187,7 @@ TRACED = [
     Case("gates", lengths=(300,), Hq=6, dtype=torch.float16),
     Case("gates", D=64, gate_dtype=torch.float32, tile_m=128),
     *(Case(mode, lengths=(300,), window=False) for mode in MODES),
+    *(Case(mode, Hq=16, D=D, Dv=Dv) for mode, (D, Dv) in zip(MODES, OTHER_DIMS)),
     *(Case(mode, D=64, window=window, branches=n) for mode in MODES for n, window in FEWER),
 ]
 
@@ -216,6 +219,7 @@ def every_case() -> list[Case]:
         D, dtype, gate_dtype = WAYS[n % len(WAYS)]
         cases.append(Case(mode, D=D, dtype=dtype, gate_dtype=gate_dtype, tile_m=tile_m, seed=n, **shape))
     cases += [Case(mode, lengths=x, window=False) for mode, x in product(MODES, (None, (100, 0, 200)))]
+    cases += [Case(mode, Hq=16, D=D, Dv=Dv) for mode, (D, Dv) in product(MODES, OTHER_DIMS)]
     return cases + [Case(mode, branches=n, window=window, strided=True) for mode in MODES for n, window in FEWER]
 
 

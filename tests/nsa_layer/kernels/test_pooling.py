@@ -89,6 +89,9 @@ CASES = [
     Case(lengths=(0, 0, 64, 0)),
     Case(lengths=tuple(range(0, 300))),
     Case(D=64, Dv=64),
+    Case(D=96, Dv=96, pooling=(32, 16)),
+    Case(D=192, Dv=128, lengths=(400, 31, 500)),
+    Case(D=256, Dv=80, pooling=(64, 4)),
     Case(D=128, Dv=64, pooling=(32, 16)),
     Case(D=64, Dv=128, pooling=(64, 32), lengths=(400, 31, 500)),
     Case(dtype=torch.float16, k_dtypes=(torch.float32,)),
@@ -104,6 +107,7 @@ TRACED = [
         Case(D=64, Dv=128, pooling=(32, 16), lengths=(100, 200), dtype=torch.float16),
         Case(D=128, Dv=64, pooling=(12, 3), k_dtypes=(torch.float32,)),
         Case(pooling=(64, 1), D=64, Dv=64),
+        Case(D=192, Dv=96),
     )
 ]
 

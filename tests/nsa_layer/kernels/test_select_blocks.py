@@ -47,6 +47,8 @@ UNFORCED = dict(init_blocks=0, local_blocks=0)
 BOTH = {
     "default": {},
     "128": dict(B=1, D=128, dtype=torch.float16),
+    "96": dict(B=1, D=96),
+    "256": dict(B=1, D=256, block_size=64, block_counts=16),
     "not causal": dict(causal=False),
     "not causal, unforced": dict(causal=False, **UNFORCED),
     "unforced": UNFORCED,
@@ -78,6 +80,7 @@ BY_TOKEN = {
     "blocks of 64": dict(B=1, T=8193, D=128, block_size=64, block_counts=16),
     "paper": dict(PAPER, B=1, T=4096, G=16),
     "paper, two heads": dict(PAPER, D=64, G=2),
+    "paper, 192": dict(PAPER, D=192, G=16, B=1),
     "paper, not causal": dict(PAPER, B=1, T=2000, causal=False),
     "paper, unforced": dict(PAPER, B=1, T=4000, G=16, **UNFORCED),
     "paper, InfLLM's": dict(PAPER, B=1, T=9000, G=16, local_blocks=8),
@@ -231,8 +234,8 @@ def traced(name: str) -> tuple[int, ...]:
 
 
 FORCED = ["unforced", "first alone", "local alone", "too many, not causal"]
-TRACED = [f"tile: {name}" for name in ("default", "64 blocks", "packed, stride, three heads", *FORCED)]
-TRACED += [f"token: {name}" for name in ("default", "paper", "not causal", "40 heads", *FORCED)]
+TRACED = [f"tile: {name}" for name in ("default", "96", "256", "64 blocks", "packed, stride, three heads", *FORCED)]
+TRACED += [f"token: {name}" for name in ("default", "paper", "paper, 192", "256", "not causal", "40 heads", *FORCED)]
 TRACED += ["token: paper, two heads", "token: packed, overlapping, three heads"]
 TRACED += [f"index: {name}" for name in ("default", "Di 16", "Di 128", "blocks of 16", "64 blocks", "packed")]
 TRACED += [f"index: {name}" for name in ("blocks of 128, first behind none", "unforced", "packed, last queries")]
@@ -282,6 +285,11 @@ LAYERS = {  # of an index, or with fewer branches; their numbers: `test_cute`, `
     "groups of heads": changed(
         INDEX, index_loss=True, T=300, Hkv=3, D=64, one_key=True, gate="given", branches=BRANCHES
     ),
+    "the paper's model": Case(
+        T=300, Hq=16, Hkv=1, D=192, Dv=128, config=NSAConfig.paper(), compress_weights=True, dtype=torch.bfloat16
+    ),
+    "D 96": Case(lengths=(300, 0, 70), D=96, config=NSAConfig(q_tile=16), gate="given", dtype=torch.bfloat16),
+    "D 256": Case(T=300, D=256, config=NSAConfig(deterministic=True), gate="none", dtype=torch.bfloat16),
     "no compressed key": Case(T=40, D=64, config=NSAConfig(branches=("compressed",)), dtype=torch.bfloat16),
     "window": Case(
         T=300, D=64, config=NSAConfig(branches=("window",)), own_keys=("k_win", "v_win"), dtype=torch.bfloat16
@@ -313,7 +321,7 @@ def test_the_layer_is_traced(name: str, compiler: Worker) -> None:
     """With nothing saved of a branch that is not there, and gradients of all inputs."""
     inputs = make_inputs(LAYERS[name])
     shapes = [x.shape for x in inputs.tensors().values()]
-    assert compiler.trace(traced_layer, name) == [tuple(shape) for shape in (inputs.q.shape, *shapes)]
+    assert compiler.trace(traced_layer, name) == [tuple(shape) for shape in (inputs.do.shape, *shapes)]
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ def accumulators(changes: dict) -> tuple[int, int, int]:
 
     with patch.object(backward, "backward_layouts", noted), lookup.lookups(lambda *asked: True):
         for _ in range(2):
-            lookup.make_call(Shape(Dv=call["D"], **call).signature())
+            lookup.make_call(Shape(**dict(Dv=call["D"]) | call).signature())
     assert made[0] is made[1], "layouts are looked up where the same call came before"
     of_tokens = {x.dk and x.dk.place for x in made[0][-2:]} - {None}
     return len({x.dq.place for x in made[0]}), len(of_tokens), made[0][0].dq.start
@@ -50,6 +50,9 @@ ON_HOPPER = [
     # The compressed branch's kernel has tiles of 80 queries, with registers the other way round.
     (dict(causal=False), (2, 1, 320)),
     (dict(T=40), (1, 1, 64)),
+    (dict(D=96), (1, 1, 64)),
+    (dict(D=192, Dv=128, config=NSAConfig.paper()), (1, 2, 64)),
+    (dict(D=256, config=NSAConfig(), lengths=PACKED), (1, 2, 64)),
 ]
 # Tiles read unions there, whose kernels of dk and dv add to no accumulator: those are of other keys.
 ON_BLACKWELL = [(dict(D=64), (1, 2, 128)), ({}, (1, 2, 128)), (dict(lengths=PACKED), (1, 2, 128))]

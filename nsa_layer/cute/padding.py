@@ -1,0 +1,76 @@
+"""Head dimensions that the kernels are not compiled for: zeros behind the rows, up to the next native size.
+
+Columns of zeros change no score and no other column of an output or a gradient; their own are cut off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nsa_layer.call import Call
+from nsa_layer.support import native_dims
+
+Tensor = torch.Tensor
+SQUARE = ("compress_k_weight", "compress_v_weight")  # [Hkv, D, D] and [Hkv, Dv, Dv]
+OF_D, OF_DV = ("q", "k", "gate_weight", "k_cmp", "k_win", SQUARE[0]), ("v", "v_cmp", "v_win", SQUARE[1])
+
+
+def padded(call: Call) -> Call:
+    """The call with rows of native head dimensions, by one differentiable copy of each tensor that has others."""
+    dims = native_dims(call.q.shape[-1], call.v.shape[-1])
+    if dims == (call.q.shape[-1], call.v.shape[-1]):
+        return call
+    for size, names in zip(dims, (OF_D, OF_DV)):
+        call = call._replace(**{name: widened(getattr(call, name), size, square=name in SQUARE) for name in names})
+    return call
+
+
+def widened(x: Tensor | None, size: int, *, square: bool = False) -> Tensor | None:
+    """x [..., D] with zeros up to [..., size]; square: [..., D, D] up to [..., size, size]."""
+    if x is None or x.shape[-1] == size:
+        return x
+    return _Widen.apply(x, (*x.shape[:-2], size if square else x.shape[-2], size))
+
+
+def cut(o: Tensor, Dv: int) -> Tensor:
+    """The first Dv columns of an output."""
+    return o if o.shape[-1] == Dv else _Cut.apply(o, (*o.shape[:-1], Dv))
+
+
+class _Widen(torch.autograd.Function):
+    """A copy of a larger shape, with zeros behind; each element is written once, and gradients are a view."""
+
+    @staticmethod
+    def forward(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        whole = x.new_empty(shape)
+        whole[tuple(map(slice, x.shape))] = x
+        whole[..., x.shape[-1] :] = 0
+        if x.shape[-2] < shape[-2]:
+            whole[..., x.shape[-2] :, : x.shape[-1]] = 0
+        return whole
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return d[tuple(map(slice, ctx.shape))], None
+
+
+class _Cut(torch.autograd.Function):
+    """A contiguous copy of the first columns; the gradient of the others is 0."""
+
+    @staticmethod
+    def forward(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x[tuple(map(slice, shape))].contiguous()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return _Widen.apply(d, ctx.shape), None
