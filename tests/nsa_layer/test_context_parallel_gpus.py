@@ -34,6 +34,8 @@ CASES = {
     "packed": Case(**SIZES, lengths=PACKED, config=CONFIG, gate="given"),
     "overlapping": Case(**SIZES | dict(D=128, Hq=4), T=1000, config=OVERLAPPING, gate="none"),
     "overlapping, packed": Case(**SIZES, lengths=PACKED, config=OVERLAPPING, compress_weights=True),
+    "padded": Case(**SIZES | dict(D=80), Dv=48, lengths=PACKED, config=CONFIG),
+    "the paper's head dimensions": Case(**SIZES | dict(D=192), Dv=128, B=2, T=1000, config=CONFIG),
     "not causal": Case(**SIZES, T=1000, config=CONFIG, causal=False),
     "index": Case(**SIZES, B=2, T=1000, config=INDEX, gate="none", index_dim=32),
     "index, window, packed, one key": Case(

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from layer_calls import CACHED, cached_arguments
 from test_kvcache import KEPT, Caches
 
 from nsa_layer import NSAConfig, nsa, nsa_with_kvcache, selected_attention, support
+from nsa_layer.context_parallel.spec import MODES, ContextParallel
 from nsa_layer.cute.memory_plan import predict
 from nsa_layer.eager import pages
 from nsa_tools.measure.call_memory import measurement
@@ -95,6 +97,21 @@ def test_lists_of_the_caller(native: list) -> None:
         torch.testing.assert_close(got, want, **EXACT)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["batch", "branches' own keys", "the selected branch alone"])
+def test_ranks_pad_as_well(native: list, mode: str, name: str) -> None:
+    """One rank, which is a group too."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        inputs, cp = make_inputs(CALLS[name]), ContextParallel(dist.group.WORLD, mode=mode)
+        got, want = run("cute", inputs, cp=cp), run("eager", inputs)
+    finally:
+        dist.destroy_process_group()
+    assert set(native) == {(64, 64)} and got.aux.block_indices.equal(want.aux.block_indices)
+    for each, x in want.tensors().items():
+        torch.testing.assert_close(got.tensors()[each], x, **EXACT, msg=lambda m: f"{each}: {m}")
+
+
 def test_a_graph_pads_as_well(native: list) -> None:
     inputs = make_inputs(CASE)
     tensors = {name: x.requires_grad_() for name, x in inputs.tensors().items()}
@@ -163,14 +180,16 @@ def test_kernels_of_an_index() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dims", [(80, 48), (96, 96), (192, 128)])
+@pytest.mark.parametrize(
+    "dims, fp8", [((80, 48), False), ((96, 96), False), ((192, 128), False), ((40, 24), True), ((192, 128), True)]
+)
 @pytest.mark.parametrize("kept", KEPT)
-def test_caches(kept: str, dims: tuple[int, int]) -> None:
+def test_caches(kept: str, dims: tuple[int, int], fp8: bool) -> None:
     """Few queries and many, on contiguous caches and pages, with compressed caches and without."""
     config = NSAConfig(block_size=16, block_counts=4, window_size=20)
     case = Case(lengths=(100, 0, 3, 57), D=dims[0], Dv=dims[1], Hq=8, config=config, dtype=torch.bfloat16)
-    caches = Caches(make_inputs(case, "cuda"), *KEPT[kept])
-    caches.finish([(1, 9, 50, 90), (), (1, 2), (24, 25, 26)], "cute", rtol=0.02, atol=0.02)
+    caches = Caches(make_inputs(case, "cuda"), *KEPT[kept], fp8=fp8)
+    caches.finish([(1, 9, 50, 90), (), (1, 2), (24, 25, 26)], "cute", rtol=0.03 if fp8 else 0.02, atol=0.02)
 
 
 @pytest.mark.gpu

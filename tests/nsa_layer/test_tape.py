@@ -31,6 +31,9 @@ CASES = {
     "by index, one key": of_layer(config=BY_INDEX, gate="none", index_dim=16, one_key=True, Hkv=1),
     "index and gates": of_layer(config=BY_INDEX.replace(branches=BRANCHES), index_dim=32),
     "one token": of_layer(T=1),
+    "padded": of_layer(D=56, Dv=40, compress_weights=True),
+    "padded, tiles": of_layer(D=128, Dv=64, config=TILES),
+    "unequal": of_layer(D=192, Dv=128),
 }
 
 
