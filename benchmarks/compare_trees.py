@@ -10,7 +10,7 @@
 A folder holds a tree's packages as files: `cp -rL .tree/flash_attn .tree/nsa_layer FOLDER`, from its checkout, or
 upstream's (`pip download --no-deps flash-attn-4==4.0.0b36`, unzipped). The tree that Python finds without one is "now".
 Each runs in a process of its own, one timing at a time, the others waiting. Shape: bf16, B 1, 32 query heads, 8
-key/value heads unless named, D 128; the calls are those of tree_calls.py. Medians of CUDA-event timings, the host's
+key/value heads unless named; the calls are those of tree_calls.py. Medians of CUDA-event timings, the host's
 part hidden, or with --host of the host's time; ratios are over the first folder; the largest difference of results, at
 every 61st token, is over the largest value. All trees hold their inputs at once, and free what a call needs besides
 before another tree's call. Exits with 1 if a result is off by more than 2 %, or a process fails.
@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--tree", nargs="+", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--only", choices=GROUPS, default="layer")
     parser.add_argument("--seqlen", type=int, nargs="+", default=[8192, 65536])
+    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1], help="packed ones, if more than 1")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--host", action="store_true", help="time what the host does for a call")
@@ -135,7 +136,7 @@ def main() -> None:
         (folder / "flash_attn" / "cute" / "interface.py").is_file() for folder in folders.values()
     ):
         sys.exit("--tree has to name folders that hold flash_attn/cute/interface.py")
-    cases = [Case(kind, T, n) for T in args.seqlen for kind in GROUPS[args.only] for n in args.sequences]
+    cases = [Case(kind, T, n, args.head_dim) for T in args.seqlen for kind in GROUPS[args.only] for n in args.sequences]
     rows = []
     with TemporaryDirectory() as name:
         trees = {**folders, "now": None}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-HQ, HKV, D = 32, 8, 128
+HQ, HKV = 32, 8
 LISTED = 128  # keys of a listed block
 GROUPS = {
     "layer": ("layer",),
@@ -33,6 +33,7 @@ class Case:
     kind: str
     T: int
     sequences: int = 1
+    D: int = 128
 
 
 def calls(case: Case) -> dict[str, Call]:
@@ -45,7 +46,7 @@ def calls(case: Case) -> dict[str, Call]:
     return list_calls(case)
 
 
-def tensors(*lead: int, keys: int, heads: tuple[int, int] = (HQ, HKV)) -> Inputs:
+def tensors(*lead: int, keys: int, D: int, heads: tuple[int, int] = (HQ, HKV)) -> Inputs:
     """q, k, v and the gradient of o."""
     shapes = ((*lead, heads[0]), (*lead[:-1], keys, heads[1]), (*lead[:-1], keys, heads[1]), (*lead, heads[0]))
     return tuple(torch.randn(*shape, D, device="cuda", dtype=torch.bfloat16) for shape in shapes)
@@ -57,9 +58,9 @@ def layer_calls(case: Case) -> dict[str, Call]:
 
     lead = (1, case.T) if case.sequences == 1 else (case.T,)
     heads = (64, 4) if case.kind.endswith("64/4") else (HQ, HKV)
-    q, k, v, do = tensors(*lead, keys=case.T, heads=heads)
+    q, k, v, do = tensors(*lead, keys=case.T, D=case.D, heads=heads)
     config = NSAConfig() if case.kind.startswith("by token") else NSAConfig(q_tile=128)
-    gate_weight = torch.randn(heads[0], 3, D, device="cuda", dtype=torch.bfloat16) * 0.1
+    gate_weight = torch.randn(heads[0], 3, case.D, device="cuda", dtype=torch.bfloat16) * 0.1
     leaves = [x.requires_grad_() for x in (q, k, v, gate_weight)]
     starts = None
     if case.sequences > 1:
@@ -82,7 +83,8 @@ def decoding_calls(case: Case) -> dict[str, Call]:
     from nsa_tools.shape import Shape
 
     config, batch = NSAConfig(), int(case.kind.rpartition(" ")[2])
-    shape = Shape(T=case.T, B=batch, Hq=HQ, Hkv=HKV, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", config=config)
+    sizes = dict(T=case.T, B=batch, Hq=HQ, Hkv=HKV, D=case.D, Dv=case.D)
+    shape = Shape(**sizes, dtype=torch.bfloat16, device="cuda", config=config)
     caches = make_set(shape)
     replay = captured_steps(lambda args: nsa_with_kvcache(**args), [caches], config.block_size)
 
@@ -114,7 +116,7 @@ def list_calls(case: Case) -> dict[str, Call]:
         size = dict(block_size=(LISTED, LISTED))
         forward = dict(block_sparse_tensors=BlockSparseTensorsTorch(*compact(mask), *compact(full), **size))
         backward = dict(block_sparse_tensors=BlockSparseTensorsTorch(*compact(mask.T), *compact(full.T), **size))
-    return attention(tensors(1, case.T, keys=case.T), options | forward, options | backward)
+    return attention(tensors(1, case.T, keys=case.T, D=case.D), options | forward, options | backward)
 
 
 def listed_blocks(case: Case, device: str) -> torch.Tensor:
