@@ -22,7 +22,7 @@ from nsa_tools.report.results import CHART_SUFFIXES, FAILED, provenance, read_be
 
 # By option, those that are not read where it is given. Steps of decoding have no gradient, and on a GPU are in graphs.
 OF_ROWS = ("--chart", "--variants", "--graph", "--dense-limit-seconds", "--error-rows")
-UNREAD = {"--decode": (*OF_ROWS, "--packed", "--head-dim-v", "--data", "--budget", "--recompute")}
+UNREAD = {"--decode": (*OF_ROWS, "--packed", "--data", "--budget", "--recompute")}
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
             steps.append(decode_steps.measure(shape, args.backend, repeats=args.repeats, fp8=fp8))
             write([], decode=steps)
         gpu = document["environment"].get("gpu") or "CPU"
-        print(f"{gpu}: one token for each sequence, {cases[0].dtype_name()}, D {cases[0].D}, {cases[0].config}\n")
+        dims = f"D {cases[0].D}, Dv {cases[0].Dv}"
+        print(f"{gpu}: one token for each sequence, {cases[0].dtype_name()}, {dims}, {cases[0].config}\n")
         print(bench_tables.decode_steps(steps))
         return 1 if any(step.failed for step in steps) else 0
     bench = Bench(options)

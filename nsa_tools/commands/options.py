@@ -16,8 +16,9 @@ from nsa_tools.shape import DATA, DTYPES, Shape, long_tailed, usable_device
 
 DEFAULTS = NSAConfig()
 CONFIG_OPTIONS = ("block_size", "block_counts", "q_tile", "window_size", "init_blocks", "local_blocks")
-# (query heads, key/value heads) of the documented measurements.
-PRESETS = {"A": (32, 8), "B": (64, 4)}
+# Options of the documented measurements; "paper" is the model of arXiv:2502.11089 with `NSAConfig.paper()`.
+PRESETS: dict[str, dict[str, int]] = {"A": dict(heads=32, kv_heads=8), "B": dict(heads=64, kv_heads=4)}
+PRESETS["paper"] = PRESETS["B"] | dict(head_dim=192, head_dim_v=128, compress_size=32, compress_stride=16)
 RULES = ("nsa", "index")
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 
@@ -94,10 +95,11 @@ def add_shape_options(parser: argparse._ActionsContainer, *, seqlen: list[int] |
     add("--seqlen", "lengths, in tokens, such as 64K", type=count, nargs="+", default=seqlen)
     add("--batch", "sequences", type=count, default=1)
     add("--packed", "N packed sequences of uneven lengths instead of a batch", type=count, metavar="N")
-    add("--shape", "heads: A 32 and 8, B 64 and 4", choices=PRESETS, default="A")
+    shapes_of = "A: 32 and 8 heads; B: 64 and 4; paper: B with --head-dim 192 --head-dim-v 128 and NSAConfig.paper()"
+    add("--shape", shapes_of, choices=PRESETS, default="A")
     add("--heads", "query heads (default: those of --shape)", type=count)
     add("--kv-heads", "key/value heads (default: those of --shape)", type=count)
-    add("--head-dim", "of q and k", type=count, default=128)
+    add("--head-dim", "of q and k (default: 128, or that of --shape)", type=count)
     add("--head-dim-v", "of v (default: --head-dim)", type=count)
     if runs:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,18 +137,19 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
         ValueError: a size does not fit, or there is no such device.
     """
     named = (*CONFIG_OPTIONS, "compress_size", "compress_stride", "deterministic")
+    asked = {name: x for name, x in vars(args).items() if x is not None}
+    preset = dict(head_dim=128) | PRESETS[args.shape] | asked
     if args.rule != "index" and (args.one_key or args.index_loss):
         raise ValueError("--one-key and --index-loss are for --rule index")
-    values = {name: getattr(args, name) for name in named}
+    values = {name: preset.get(name) for name in named}
     if args.rule == "index":
         values |= dict(rule="index", branches=("selected",), q_tile=1)
     config = NSAConfig(**values)
     device = usable_device(args.device)
     dtype = getattr(torch, DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")])
-    named = zip((args.heads, args.kv_heads), PRESETS[args.shape])
-    Hq, Hkv = (preset if heads is None else heads for heads, preset in named)
-    Dv = args.head_dim if args.head_dim_v is None else args.head_dim_v
-    sizes = dict(B=args.batch, Hq=Hq, Hkv=Hkv, D=args.head_dim, Dv=Dv)
+    Hq, Hkv, D = (preset[name] for name in ("heads", "kv_heads", "head_dim"))
+    Dv = args.head_dim_v or args.head_dim or preset.get("head_dim_v", D)
+    sizes = dict(B=args.batch, Hq=Hq, Hkv=Hkv, D=D, Dv=Dv)
     if Hq % Hkv:
         raise ValueError(f"--kv-heads must divide --heads, got {Hkv} and {Hq}")
     if args.packed is not None and args.batch != 1:

@@ -38,6 +38,7 @@ class DecodeRow:
     Hq: int
     Hkv: int
     D: int
+    Dv: int
     dtype: str
     us: dict[str, float | None]
     bytes: int
@@ -54,7 +55,7 @@ def step_bytes(shape: Shape) -> int:
         window=min(shape.T, config.window_size),
     )
     keys = sum(of_branches[branch] for branch in config.branches)
-    return shape.B * (2 * shape.Hkv * keys * shape.D + shape.T * index_heads * shape.index_dim) * shape.dtype.itemsize
+    return shape.B * (shape.Hkv * keys * (shape.D + shape.Dv) + shape.T * index_heads * shape.index_dim) * shape.dtype.itemsize
 
 
 def in_fp8(inputs: dict) -> dict:
@@ -65,19 +66,21 @@ def in_fp8(inputs: dict) -> dict:
 def make_set(shape: Shape) -> dict:
     """Arguments of `nsa_with_kvcache` for a step to `shape.T` tokens."""
     B, T, Hq, Hkv, D = shape.B, shape.T, shape.Hq, shape.Hkv, shape.D
+    of_kv = dict(k=D, v=shape.Dv)
 
     def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
         return torch.empty(*size, dtype=shape.dtype, device=shape.device).normal_(std=scale)
 
-    tensors = dict(q=draw(B, 1, Hq, D), k_cache=draw(B, T, Hkv, D), v_cache=draw(B, T, Hkv, D))
-    tensors |= {name: draw(B, 1, Hkv, D) for name in "kv"}
+    tensors = dict(q=draw(B, 1, Hq, D))
+    tensors |= {f"{name}_cache": draw(B, T, Hkv, size) for name, size in of_kv.items()}
+    tensors |= {name: draw(B, 1, Hkv, size) for name, size in of_kv.items()}
     tensors["cache_seqlens"] = torch.full((B,), T - 1, dtype=torch.int32, device=shape.device)
     if shape.index_dim:
         heads, Di = 1 if shape.one_key else Hkv, shape.index_dim
         tensors |= dict(q_index=draw(B, 1, Hkv, Di), k_index=draw(B, 1, heads, Di), k_index_cache=draw(B, T, heads, Di))
         return tensors | dict(config=shape.config)
     count, smaller = shape.config.compressed_length(T), shape.config.span**-0.5
-    tensors |= {f"{name}_cmp_cache": draw(B, count, Hkv, D, scale=smaller) for name in "kv"}
+    tensors |= {f"{name}_cmp_cache": draw(B, count, Hkv, size, scale=smaller) for name, size in of_kv.items()}
     return tensors | dict(gate_weight=draw(Hq, 3, D, scale=D**-0.5), config=shape.config)
 
 
@@ -102,7 +105,7 @@ def measure(shape: Shape, backend: str | None, *, repeats: int, fp8: bool = Fals
     on_gpu, needed = shape.device.startswith("cuda"), step_bytes(shape)
     sets, steps = 1, dict.fromkeys(("nsa", *["nsa fp8"] * fp8, *decode_variants(shape, backend)), 1)
     if on_gpu:
-        whole = 2 * shape.B * shape.T * shape.Hkv * shape.D * (shape.dtype.itemsize + fp8)
+        whole = shape.B * shape.T * shape.Hkv * (shape.D + shape.Dv) * (shape.dtype.itemsize + fp8)
         most = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
         sets = max(1, min(-(-ROTATED_BYTES // needed), most))
         block = min(shape.T, shape.config.block_size)
@@ -124,7 +127,7 @@ def measure(shape: Shape, backend: str | None, *, repeats: int, fp8: bool = Fals
     with torch.no_grad():
         timings = interleaved(calls, repeats=repeats, device=shape.device, label=label, warm_ups=1)
     us |= {name: statistics.median(taken) * 1e3 / steps[name] for name, taken in timings.items()}
-    sizes = {name: getattr(shape, name) for name in ("T", "B", "Hq", "Hkv", "D")}
+    sizes = {name: getattr(shape, name) for name in ("T", "B", "Hq", "Hkv", "D", "Dv")}
     return DecodeRow(**sizes, dtype=shape.dtype_name(), us=us, bytes=needed, sets=sets, failed=failed)
 
 

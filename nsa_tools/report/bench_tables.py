@@ -60,8 +60,8 @@ def shape_key(row: Row) -> tuple:
 def _label(row: Row) -> list[str]:
     packed = f", {row.sequences} packed" if row.sequences else ""
     batch = f", B {row.B}" if row.B > 1 else ""
-    graph = ", graph" if row.graph else ""
-    return [f"{row.T:,}", f"{row.Hq}/{row.Hkv} x {row.D} {row.dtype}{batch}{packed}{graph}", row.direction]
+    graph, D = ", graph" if row.graph else "", f"{row.D}" if row.D == row.Dv else f"{row.D}, {row.Dv}"
+    return [f"{row.T:,}", f"{row.Hq}/{row.Hkv} x {D} {row.dtype}{batch}{packed}{graph}", row.direction]
 
 
 def _time(row: Row) -> str:

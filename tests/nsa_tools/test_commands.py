@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import TINY, Run, refused
 
+from nsa_layer import NSAConfig
 from nsa_tools import commands
 from nsa_tools.commands import bench, check, compile, demo, memory, options, profile
 from nsa_tools.report.tables import markdown
@@ -152,6 +153,16 @@ def test_an_index_is_taken_by_every_command(run: Run, capsys: pytest.CaptureFixt
     more = dict.fromkeys([bench.main, profile.main], ["--repeats=1"]) | {check.main: ["--dtype=bf16"]}
     assert run([*TINY, "--rule=index", "--one-key", "--index-dim=8", "--index-loss", *more.get(run, [])]) == 0
     assert "WRONG" not in capsys.readouterr().out
+
+
+def test_a_shape_is_a_model_of_which_options_change_a_part() -> None:
+    def of(*more: str) -> tuple:
+        (shape,) = options.shapes(bench._parser().parse_args(["--seqlen=64", "--device=cpu", "--shape=paper", *more]))
+        return shape.Hq, shape.Hkv, shape.D, shape.Dv, shape.config
+
+    assert of() == (64, 4, 192, 128, NSAConfig.paper())
+    assert of("--kv-heads=8", "--head-dim=64") == (64, 8, 64, 64, NSAConfig.paper())
+    assert of("--head-dim-v=64", "--compress-stride=8")[2:] == (192, 64, NSAConfig.paper(compress_stride=8))
 
 
 UNFIT = {
