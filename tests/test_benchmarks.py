@@ -69,6 +69,21 @@ def test_rates_of_head_dimensions() -> None:
     assert head_dims.row((128, 128), medians, 1_000_000)["both rate"] == "1.00"
 
 
+def test_rates_of_branches_are_shares_of_dense_attention() -> None:
+    """By their own pairs: each of 1,000 tokens sees 512 in the window at most, and up to 15 compressed keys of 64."""
+    shape = head_dims.Shape(
+        B=1, T=1000, Hq=4, Hkv=2, D=128, Dv=128, dtype=torch.bfloat16, device="cpu", config=head_dims.CONFIG
+    )
+    medians = {
+        f"{name} {way} (96, 96)": 1.0 for name in ("dense", "compressed", "window") for way in ("forward", "both")
+    }
+    shares = {"dense": 1.0, "window": 1 - 488 * 489 / (1000 * 1001)}
+    shares["compressed"] = 2 * sum((t + 1) // 64 for t in range(1000)) / (1000 * 1001)
+    for name, share in shares.items():
+        cells = head_dims.branch_row((96, 96), name, medians, shape)
+        assert cells["forward of dense"] == cells["both of dense"] == f"{share:.2f}"
+
+
 @pytest.mark.parametrize("kind", ["random, mask", "random, full", "random, both", "all causal, both"])
 def test_lists_that_upstream_takes_too(kind: str) -> None:
     """Without the package's own helpers: each block once, in the list that the kind says."""

@@ -55,7 +55,11 @@ def step_bytes(shape: Shape) -> int:
         window=min(shape.T, config.window_size),
     )
     keys = sum(of_branches[branch] for branch in config.branches)
-    return shape.B * (shape.Hkv * keys * (shape.D + shape.Dv) + shape.T * index_heads * shape.index_dim) * shape.dtype.itemsize
+    return (
+        shape.B
+        * (shape.Hkv * keys * (shape.D + shape.Dv) + shape.T * index_heads * shape.index_dim)
+        * shape.dtype.itemsize
+    )
 
 
 def in_fp8(inputs: dict) -> dict:
