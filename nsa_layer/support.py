@@ -28,7 +28,7 @@ MOST_HEADS_BY_TILE, MOST_HEADS_BY_TOKEN = 32, 128
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) that kernels are compiled for, ascending; others are padded.
 NATIVE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-DECODE_DIMS = ((64, 64), (128, 128))  # of the kernels of few queries on caches
+WIDEST_IN_DECODE = 128  # D of the kernels of few queries on caches, which take all D and Dv up to it
 DIM_STEP, LEAST_DIM = 8, 16  # D and Dv are multiples of the one, and at least the other
 WIDEST_BY_KEY_TILE = 128  # D of Hopper's kernels over lists of key tiles
 

@@ -68,9 +68,10 @@ def append(
     """Write a sequence's new keys and values of a head, or what is `rounded` of them; some threads keys, others
     values."""
     tidx, _, _ = cute.arch.thread_idx()
-    lanes, table = spec.D // VECTOR, stored.table(sequence)
+    table = stored.table(sequence)
     for i in cutlass.range_constexpr(2):
-        new, cache = stored.new[i], stored.caches[i] if to_cache else stored.rounded[i]
+        lanes, new = spec.dims[i] // VECTOR, stored.new[i]
+        cache = stored.caches[i] if to_cache else stored.rounded[i]
         if const_expr(new is not None and cache is not None):
             first = (tidx // lanes + i) % (threads // lanes)
             for token in cutlass.range(first, sequence.T, threads // lanes, unroll=1):
@@ -115,45 +116,52 @@ def complete(
     """Write compressed key and value j of a head: given, or means of their tokens, projected."""
     tidx, _, _ = cute.arch.thread_idx()
     tokens, keys, weights = caches.tokens, caches.keys, caches.weights
-    lanes, groups, table = spec.D // VECTOR, threads * VECTOR // spec.D, keys.table(sequence)
+    widest, table = max(spec.dims), keys.table(sequence)
+    lanes = widest // VECTOR
+    groups = threads // lanes  # the last threads may be no whole group
     lane, group = tidx % lanes, tidx // lanes
+    of_row = [lane if D == widest else cutlass.min(lane, D // VECTOR - 1) for D in spec.dims]
     targets = [cache[table.page(j), table.within(j), head, None] for cache in keys.caches]
     missing = [i for i in range(2) if keys.new[i] is None]
     for i in cutlass.range_constexpr(2):
         if const_expr(keys.new[i] is not None):
             if group == 0:
                 before, _ = sequence.completed()
-                chunk = fragment(new_row(keys.new[i], sequence, j - before, head), lane, VECTOR)
-                write(chunk, keys, i, head, cute.local_tile(targets[i], (VECTOR,), (lane,)))
+                chunk = fragment(new_row(keys.new[i], sequence, j - before, head), of_row[i], VECTOR)
+                write(chunk, keys, i, head, cute.local_tile(targets[i], (VECTOR,), (of_row[i],)))
     if const_expr(len(missing) > 0):
         sums, own = cute.make_rmem_tensor((VECTOR, len(missing)), Float32), tokens.table(sequence)
         sums.fill(0.0)
-        for token in cutlass.range(group, spec.span, groups, unroll=8):
+        first = group
+        if const_expr(threads % lanes):
+            first = cutlass.select_(group < groups, group, Int32(spec.span))
+        for token in cutlass.range(first, spec.span, groups, unroll=8):
             at = j * spec.stride + token
             page = own.page(at)
             for n in cutlass.range_constexpr(len(missing)):
-                chunk = floats(read(tokens, missing[n], own, page, at, head, lane))
+                chunk = floats(read(tokens, missing[n], own, page, at, head, of_row[missing[n]]))
                 for x in cutlass.range_constexpr(VECTOR):
                     sums[x, n] += chunk[x]
-        sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups, len(missing))))
-        for n in cutlass.range_constexpr(len(missing)):
-            for x in cutlass.range_constexpr(VECTOR):
-                sLines[lane * VECTOR + x, group, n] = sums[x, n]
-        cute.arch.sync_threads()
-        if tidx < spec.D:
+        sLines = cute.make_tensor(sSums.iterator, cute.make_layout((widest, groups, len(missing))))
+        if group < groups:
             for n in cutlass.range_constexpr(len(missing)):
+                for x in cutlass.range_constexpr(VECTOR):
+                    sLines[lane * VECTOR + x, group, n] = sums[x, n]
+        cute.arch.sync_threads()
+        for n in cutlass.range_constexpr(len(missing)):
+            for column in cutlass.range(tidx, spec.dims[missing[n]], threads, unroll=1):
                 total = Float32(0.0)
                 for line in cutlass.range_constexpr(groups):
-                    total += sLines[tidx, line, n]
-                sLines[tidx, 0, n] = total * (1.0 / spec.span) * tokens.scale(missing[n], head)
+                    total += sLines[column, line, n]
+                sLines[column, 0, n] = total * (1.0 / spec.span) * tokens.scale(missing[n], head)
         cute.arch.sync_threads()
-        if tidx < spec.D:
-            for n in cutlass.range_constexpr(len(missing)):
-                i = missing[n]
-                mean = sLines[tidx, 0, n]
+        for n in cutlass.range_constexpr(len(missing)):
+            i = missing[n]
+            for column in cutlass.range(tidx, spec.dims[i], threads, unroll=1):
+                mean = sLines[column, 0, n]
                 if const_expr(weights[i] is not None):
                     mean = Float32(0.0)
-                    for d in cutlass.range(spec.D, unroll=16):
-                        mean += sLines[d, 0, n] * weights[i][head, d, tidx].to(Float32)
-                store([mean], inverse(keys.scales[i], head), cute.local_tile(targets[i], (1,), (tidx,)))
+                    for d in cutlass.range(spec.dims[i], unroll=16):
+                        mean += sLines[d, 0, n] * weights[i][head, d, column].to(Float32)
+                store([mean], inverse(keys.scales[i], head), cute.local_tile(targets[i], (1,), (column,)))
         cute.arch.sync_threads()

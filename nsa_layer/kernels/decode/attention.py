@@ -9,8 +9,10 @@ and nowhere between, which the order of a product's sum allows: lane (g, c) = (l
   operand of eight columns, ``8 n j + n x + e`` for x from 0 to 7. So the lane has of the sum, for the rows g and g + 8,
   the columns ``8 n j + 2 n c .. + 2 n - 1``.
 
-Of caches in FP8 n is 16, but 8 for values of 64 elements. Keys become q's dtype on their way to the product, values and
-their weights fp16, all exactly; scales are factors of scores, and of the sums.
+A row may be shorter than the pieces of all lanes: its last piece is read again in place of those behind it, where q has
+zeros, and where columns of the sum are nobody's. Of caches in FP8 n is 16, but 8 for values of up to 64 elements. Keys
+become q's dtype on their way to the product, values and their weights fp16, all exactly; scales are factors of scores,
+and of the sums.
 
 `TokenTile` is a token's heads, which attend to a share of its tokens: of listed blocks, or of its window.
 """
@@ -39,14 +41,14 @@ class WarpRows:
     """Registers of one lane.
 
     Attributes:
-        q: [8, D / 16], first operands.
-        k, v: [n, D / 4 n, 2] and [n, D / 8 n, 4].
-        acc: fp32 [4, D / 8].
+        q: [8, D / 16], first operands; D and Dv up to whole pieces here.
+        k, v: [n, D / 4 n, 2] and [n, Dv / 8 n, 4].
+        acc: fp32 [4, Dv / 8].
         scale: fp32 [1], of scores of keys in FP8, in units of log2; of others it is scale_log2.
         top, total: fp32 [2]: each row's maximum, in units of log2, and this lane's share of its sum.
     """
 
-    D: cutlass.Constexpr[int]
+    dims: cutlass.Constexpr[tuple[int, int]]
     scale_log2: Float32
     q: cute.Tensor
     k: cute.Tensor
@@ -77,7 +79,12 @@ class WarpRows:
     def parts(self, of: int, i: int) -> list[tuple[cute.Tensor, Int32]]:
         """Registers of a row of keys or values, and where each lies in the row, in units of its size."""
         lane, x = cute.arch.lane_idx(), (self.k, self.v)[of]
-        return [(x[None, p, i], 8 * p + lane // 4 if of else 4 * p + lane % 4) for p in range(x.shape[1])]
+        lanes, at = (8, lane // 4) if of else (4, lane % 4)
+        last = self.dims[of] // x.shape[0] - 1
+        indices = [lanes * p + at for p in range(x.shape[1])]
+        if lanes * x.shape[1] > last + 1:
+            indices = [cutlass.min(index, last) for index in indices]
+        return [(x[None, p, i], index) for p, index in enumerate(indices)]
 
     def scores(self) -> list[Float32]:
         """Scaled scores: rows g, g, g + 8, g + 8 and keys 2 c, 2 c + 1 twice; then keys 2 c + 8, 2 c + 9."""
@@ -85,7 +92,7 @@ class WarpRows:
         for i in range(2):
             sums = cute.make_rmem_tensor(((2, 2), 1, 1), Float32)
             sums.fill(0.0)
-            for step in range(self.D // 16):
+            for step in range(self.q.shape[1]):
                 steps = self.k.shape[0] // 4
                 if const_expr(self.k.element_type == FP8):
                     b = unpack(words(self.k)[step % steps, step // steps, i], self.q.element_type)
@@ -112,7 +119,7 @@ class WarpRows:
             for x in range(4):
                 weights[x // 2 * 4 + 2 * r + x % 2] = p[x].to(dtype)
         size = self.v.shape[0]
-        for column in range(self.D // 8):
+        for column in range(self.acc.shape[1]):
             j, e = column // size, column % size
             sums = cute.make_rmem_tensor(((2, 2), 1, 1), Float32)
             for x in range(4):
@@ -149,25 +156,37 @@ def vector(row: cute.Tensor, i: Int32, like: cute.Tensor | None = None) -> cute.
     return cute.local_tile(row, (VECTOR if like is None else cute.size(like),), (i,))
 
 
-def no_rows(D: int, dtype: type[cutlass.Numeric], stored: type[cutlass.Numeric], scale_log2: Float32) -> WarpRows:
+def no_rows(
+    spec: DecodeSpec,
+    dtype: type[cutlass.Numeric],
+    stored: type[cutlass.Numeric],
+    scale_log2: Float32,
+) -> WarpRows:
     """dtype, stored: of queries and of caches."""
-    n, m = (16, D // 8) if stored == FP8 else (VECTOR, VECTOR)  # elements of a load of keys, of values
-    q = cute.make_rmem_tensor((8, D // 16), dtype)
-    k, v = (cute.make_rmem_tensor(shape, stored) for shape in ((n, D // (4 * n), 2), (m, D // (8 * m), 4)))
-    acc, scale, top, total = (cute.make_rmem_tensor(shape, Float32) for shape in ((4, D // 8), (1,), (2,), (2,)))
-    return WarpRows(D, scale_log2, q, k, v, acc, scale, top, total)
+    columns = spec.columns_of_sums
+    n, m = (16, columns // 8) if stored == FP8 else (VECTOR, VECTOR)  # elements of a load of keys, of values
+    pieces = -(-spec.D // (4 * n))
+    q = cute.make_rmem_tensor((8, pieces * n // 4), dtype)
+    k, v = (cute.make_rmem_tensor(shape, stored) for shape in ((n, pieces, 2), (m, columns // (8 * m), 4)))
+    acc, scale, top, total = (cute.make_rmem_tensor(shape, Float32) for shape in ((4, columns // 8), (1,), (2,), (2,)))
+    return WarpRows(spec.dims, scale_log2, q, k, v, acc, scale, top, total)
 
 
 def set_queries(rows: WarpRows, queries: list[cute.Tensor], scale: Float32) -> None:
     """queries: rows [D] of q: row g's and row g + 8's; scale: of the keys."""
     c, n = cute.arch.lane_idx() % 4, rows.k.shape[0]
+    pieces = n * rows.k.shape[1] // VECTOR
     rows.scale[0] = rows.scale_log2 * scale
     for r, row in enumerate(queries):
-        for p in range(rows.D // 32):
+        for p in range(pieces):
             piece, first = cute.make_rmem_tensor((VECTOR,), row.element_type), VECTOR * p % n  # of this lane's n
-            load_once(vector(row, ((VECTOR * p // n) * 4 + c) * (n // VECTOR) + first // VECTOR), piece)
+            at, count = ((VECTOR * p // n) * 4 + c) * (n // VECTOR) + first // VECTOR, rows.dims[0] // VECTOR
+            whole = pieces * 4 == count
+            load_once(vector(row, at if whole else cutlass.min(at, count - 1)), piece)
             for x in range(VECTOR):
                 step, half, pair = 2 * p + x // 4, x % 4 // 2, x % 2
+                if not whole:
+                    piece[x] = cutlass.select_(at < count, piece[x], piece.element_type(0.0))
                 rows.q[4 * half + 2 * r + pair, step] = piece[x]
 
 
@@ -192,8 +211,8 @@ def write_partial(
     """Add up what a thread block's warps have, and write it.
 
     Args:
-        sStats, sAcc: fp32 [2, ROWS, warps] and [D, ROWS, warps] in shared memory, of `shared_partial`.
-        stats, acc: fp32 [R, pieces, 2] and [R, pieces, D].
+        sStats, sAcc: fp32 [2, ROWS, warps] and [columns, ROWS, warps] in shared memory, of `shared_partial`.
+        stats, acc: fp32 [R, pieces, 2] and [R, pieces, columns], of `DecodeSpec.columns_of_sums`.
         first, count: the rows, as they lie in these.
     """
     tidx, _, _ = cute.arch.thread_idx()
@@ -205,7 +224,7 @@ def write_partial(
             sStats[0, g + 8 * r, own] = rows.top[r]
             sStats[1, g + 8 * r, own] = total
         if g + 8 * r < count:
-            for j in cutlass.range_constexpr(rows.D // (8 * n)):
+            for j in cutlass.range_constexpr(rows.v.shape[1]):
                 for i in cutlass.range_constexpr(n // 2):  # 2 n columns, four at a time
                     part = cute.make_rmem_tensor((4,), Float32)
                     for x in cutlass.range_constexpr(4):
@@ -214,7 +233,7 @@ def write_partial(
                     to = cute.local_tile(sAcc[None, g + 8 * r, own], (4,), (2 * n * j + n // 2 * c + i,))
                     cute.autovec_copy(part, to)
     cute.arch.sync_threads()
-    lanes, warps = rows.D // COLUMNS, sStats.shape[2]
+    lanes, warps = rows.acc.shape[1] * 8 // COLUMNS, sStats.shape[2]
     for row in cutlass.range(tidx // lanes, count, WARP * warps // lanes, unroll=1):
         part = Part.nothing()
         part.add_all([(sStats[None, row, w], sAcc[None, row, w]) for w in range(warps)], None, tidx % lanes)
@@ -317,14 +336,15 @@ class TokenTile:
     def prefetch_window(self, stored: Stored, groups: Int32):
         """Bring this warp's second group of the window to the L2."""
         group, lane = self.group + self.shares * self.warps, cute.arch.lane_idx()
-        pieces = max(WARP // KEYS, self.spec.D * stored.caches[0].element_type.width // (8 * PREFETCHED))
+        pieces = max(WARP // KEYS, self.spec.Dv * stored.caches[0].element_type.width // (8 * PREFETCHED))
+        pieces = 1 << (pieces.bit_length() - 1)
         if group < groups:
             first, table = self.first_of(None, group, groups), stored.table(self.sequence)
             page = self.page(table, first)
             for key in cutlass.range_constexpr(0, KEYS, WARP // pieces):
                 for i in cutlass.range_constexpr(2):
                     row = self.row_of(stored, i, table, page, first, key + lane // pieces)
-                    piece = row.iterator + lane % pieces * (self.spec.D // pieces)
+                    piece = row.iterator + lane % pieces * (self.spec.dims[i] // pieces)
                     cute.arch.prefetch(piece.llvm_ptr, cache_level="L2")
 
     @cute.jit

@@ -157,8 +157,11 @@ class Stored:
 
     def with_rounded(self, smem: cutlass.utils.SmemAllocator, spec: DecodeSpec) -> Stored:
         """With shared memory for new rows that are rounded."""
-        layout = cute.make_layout((spec.D, spec.T))
-        rounded = [smem.allocate_tensor(FP8, layout, byte_alignment=16) if self.rounds(i) else None for i in range(2)]
+        layouts = [cute.make_layout((D, spec.T)) for D in spec.dims]
+        rounded = [
+            smem.allocate_tensor(FP8, layout, byte_alignment=16) if self.rounds(i) else None
+            for i, layout in enumerate(layouts)
+        ]
         return replace(self, rounded=tuple(rounded))
 
     def table(self, sequence: Sequence) -> Table:

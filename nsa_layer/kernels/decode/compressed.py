@@ -49,7 +49,7 @@ class CompressedDecode:
         spec, (mScores, mStats, mAcc, mValid) = self.spec, out
         x, head, b = cute.arch.block_idx()
         smem = SmemAllocator()
-        shared = shared_partial(smem, spec.D, WARPS)
+        shared = shared_partial(smem, spec.columns_of_sums, WARPS)
         sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -59,7 +59,7 @@ class CompressedDecode:
         sequence = lengths.sequence(b, caches.rows)
         first, count = tile * ROWS, cutlass.min(spec.rows - tile * ROWS, ROWS)
         own = RowTile.of(spec, WARPS, sequence, caches.keys, head, first, count, split, splits)
-        rows = no_rows(spec.D, mQ.element_type, caches.keys.caches[0].element_type, scale_log2)
+        rows = no_rows(spec, mQ.element_type, caches.keys.caches[0].element_type, scale_log2)
         stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
         if split == splits - 1:
             complete_keys(sequence, caches, head, WARP * WARPS, shared[1], sBad)

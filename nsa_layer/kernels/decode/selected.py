@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import cutlass
 import cutlass.cute as cute
@@ -90,11 +92,11 @@ class SelectedDecode:
         spec, (mScores, mStats, mAcc, mValid) = self.spec, partial
         x, head, b = cute.arch.block_idx()
         smem = SmemAllocator()
-        shared = shared_partial(smem, spec.D, self.warps)
+        shared = shared_partial(smem, spec.columns_of_sums, self.warps)
         sList = smem.allocate_tensor(Int32, cute.make_layout(spec.n), byte_alignment=16)
         merged = Merged(
             smem.allocate_tensor(Float32, cute.make_layout((2, ROWS, 3)), byte_alignment=16),
-            smem.allocate_tensor(Float32, cute.make_layout((spec.D, ROWS, 3)), byte_alignment=16),
+            smem.allocate_tensor(Float32, cute.make_layout((spec.columns_of_sums, ROWS, 3)), byte_alignment=16),
             smem.allocate_tensor(Float32, cute.make_layout((3, ROWS)), byte_alignment=16),
         )
         caches = caches.with_rounded(smem, spec)
@@ -106,7 +108,7 @@ class SelectedDecode:
         sequence = lengths.sequence(b, caches.rows)
         own = TokenTile.of(spec, self.warps, sequence, head, x, slc)
         selection = Selection.of(smem, own, self.each, whole)
-        rows = no_rows(spec.D, mQ.element_type, caches.tokens.caches[0].element_type, scale_log2)
+        rows = no_rows(spec, mQ.element_type, caches.tokens.caches[0].element_type, scale_log2)
         share = RowShare.of(own, whole)
         scores = mScores[b, head, None, None]
         groups = Int32(0)
@@ -220,7 +222,7 @@ class Merged:
     """A thread block's sums of its rows' three branches, in shared memory.
 
     Attributes:
-        stats, sums: fp32 [2, ROWS, 3] and [D, ROWS, 3]: maxima and sums, in units of log2, and sums of values.
+        stats, sums: fp32 [2, ROWS, 3] and [columns, ROWS, 3]: maxima and sums, in units of log2, and sums of values.
         gates: fp32 [3, ROWS].
     """
 
@@ -233,7 +235,7 @@ class Merged:
         return cute.make_tensor(self.stats[None, None, i].iterator, cute.make_layout((ROWS, 1, 2), stride=(2, 0, 1)))
 
     def sums_of_rows(self, i: int) -> cute.Tensor:
-        """[ROWS, 1, D]"""
+        """[ROWS, 1, columns]"""
         D = self.sums.shape[0]
         return cute.make_tensor(self.sums[None, None, i].iterator, cute.make_layout((ROWS, 1, D), stride=(D, 0, 1)))
 
@@ -266,12 +268,12 @@ class RowShare:
     @classmethod
     def of(cls, tile: TokenTile, whole: bool) -> RowShare:
         count = cute.ceil_div(cutlass.max(tile.count - tile.share, 0), tile.shares)
-        groups = WARP * tile.warps * COLUMNS // tile.spec.D
+        groups = WARP * tile.warps * COLUMNS // tile.spec.columns_of_sums
         return cls(tile, whole, count, cutlass.max(groups // cutlass.max(count, 1), 1))
 
     def group(self) -> tuple[Int32, Int32, int]:
         """This thread's number in its group, its group, and the number of groups."""
-        lanes = self.tile.spec.D // COLUMNS
+        lanes = self.tile.spec.columns_of_sums // COLUMNS
         tidx, _, _ = cute.arch.thread_idx()
         return tidx % lanes, tidx // lanes, WARP * self.tile.warps // lanes
 
@@ -322,11 +324,19 @@ class RowShare:
             return gates
         if mW is None:
             return [Float32(1.0 / len(columns)) if n in columns else zero for n, zero in enumerate(gates)]
-        q = fragment(new_row(mQ, tile.sequence, tile.token, head), lane)
+        lanes, count = tile.spec.columns_of_sums // COLUMNS, tile.spec.D // COLUMNS
+        indices = [lane + first for first in range(0, count, lanes)]
+
+        def pieces(row: cute.Tensor) -> list[cute.Tensor]:
+            return [fragment(row, cutlass.min(at, count - 1) if count % lanes else at) for at in indices]
+
+        q = pieces(new_row(mQ, tile.sequence, tile.token, head))
         for i, n in enumerate(columns):
-            w = fragment(mW[head, i, None], lane)
-            total = sum(q[x].to(Float32) * w[x].to(Float32) for x in range(COLUMNS))
-            total = cute.arch.warp_reduction_sum(total, threads_in_group=tile.spec.D // COLUMNS)
+            pairs = zip(q, pieces(mW[head, i, None]))
+            parts = [sum(a[x].to(Float32) * b[x].to(Float32) for x in range(COLUMNS)) for a, b in pairs]
+            if count % lanes:
+                parts = [Float32(cutlass.select_(at < count, z, Float32(0.0))) for at, z in zip(indices, parts)]
+            total = cute.arch.warp_reduction_sum(reduce(add, parts), threads_in_group=lanes)
             gates[n] = cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * total))
         return gates
 
@@ -370,7 +380,8 @@ class RowShare:
             out = cute.make_rmem_tensor((COLUMNS,), mO.element_type)
             for x in cutlass.range_constexpr(COLUMNS):
                 out[x] = Float32(cutlass.select_(valid, o[x], Float32(float("nan")))).to(mO.element_type)
-            cute.autovec_copy(out, cute.local_tile(mO[batch, at, h, None], (COLUMNS,), (lane,)))
+            if lane < tile.spec.Dv // COLUMNS:
+                cute.autovec_copy(out, cute.local_tile(mO[batch, at, h, None], (COLUMNS,), (lane,)))
 
 
 @cute.jit

@@ -29,9 +29,11 @@ class DecodeSpec:
         init, local: forced blocks at the sequence's begin, and up to a token's own.
         by_index: blocks are selected by their scores of an index; there is no compressed branch.
         columns: of the gates: numbers of the branches.
+        D, Dv: multiples of 8, at most 128; D of an index is a power of two.
     """
 
     D: int
+    Dv: int
     G: int
     T: int
     span: int
@@ -45,6 +47,16 @@ class DecodeSpec:
     appends: bool
     by_index: bool = False
     columns: tuple[int, ...] = (0, 1, 2)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Elements of a row of keys, and of values."""
+        return self.D, self.Dv
+
+    @property
+    def columns_of_sums(self) -> int:
+        """Dv up to a number of columns that warps share evenly; nobody reads those behind Dv."""
+        return 64 if self.Dv <= 64 else 128
 
     @property
     def rows(self) -> int:

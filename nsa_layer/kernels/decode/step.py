@@ -30,7 +30,7 @@ from nsa_layer.kernels.decode.spec import (
 )
 from nsa_layer.kernels.gating.forward import readable_gates, readable_weight
 from nsa_layer.kernels.launch import launch
-from nsa_layer.support import DECODE_DIMS, KERNEL_DTYPES, MOST_BLOCKS
+from nsa_layer.support import KERNEL_DTYPES, MOST_BLOCKS, WIDEST_IN_DECODE
 
 Tensor = torch.Tensor
 MOST_SPLITS = 48
@@ -54,7 +54,7 @@ def supports(call: Call) -> bool:
         return False
     if call.q.dtype not in KERNEL_DTYPES or not (_has_scores if config.rule == "index" else _has_compressed)(call):
         return False
-    if (call.q.shape[-1], cache.v_cache.shape[-1]) not in DECODE_DIMS:
+    if max(call.q.shape[-1], cache.v_cache.shape[-1]) > WIDEST_IN_DECODE:
         return False
     if call.k is None and (call.k_cmp is not None or call.v_cmp is not None):
         return False
@@ -94,7 +94,7 @@ def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tup
         return x.unsqueeze(0) if cu_seqlens_q is not None else x.unflatten(0, (B, -1))
 
     kernel, (cmp, slc, warps) = _kernel_spec(call, T), _splits(call, T)
-    Hkv, D, R = cache.k_cache.shape[2], q.shape[-1], kernel.rows
+    Hkv, R = cache.k_cache.shape[2], kernel.rows
     capacity, by_index = cache.capacity, kernel.by_index
     if by_index:
         compressed_capacity = capacity
@@ -105,9 +105,11 @@ def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tup
             compressed_capacity *= cache.cmp_page_table.shape[1]
         length = max(1, -(-call.config.compressed_length(capacity) // KEYS)) * KEYS
         scores = q.new_empty(B, Hkv, R, length, dtype=torch.float32)
-    stats, acc = (q.new_empty(B, Hkv, R, cmp, n, dtype=torch.float32) if cmp else None for n in (2, D))
+    stats, acc = (
+        q.new_empty(B, Hkv, R, cmp, n, dtype=torch.float32) if cmp else None for n in (2, kernel.columns_of_sums)
+    )
     valid = torch.empty(B, Hkv, dtype=torch.int32, device=q.device)
-    query, o = rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
+    query, o = rows(q), q.new_empty(*q.shape[:-1], kernel.Dv)
     lead = query.shape[:2]
     lses = [torch.empty(lead[0], q.shape[-2], lead[1], dtype=torch.float32, device=q.device) for _ in range(3)]
     step = StepTensors(
@@ -157,8 +159,8 @@ def _each(call: Call, warps: int) -> int:
 def _kernel_spec(call: Call, T: int) -> DecodeSpec:
     config = call.config
     return DecodeSpec(
-        D=call.q.shape[-1], G=call.q_heads_per_list, T=T, span=config.span, stride=config.stride,
-        offset=config.offset, block_size=config.block_size, n=config.block_counts,
+        D=call.q.shape[-1], Dv=call.cache.v_cache.shape[-1], G=call.q_heads_per_list, T=T, span=config.span,
+        stride=config.stride, offset=config.offset, block_size=config.block_size, n=config.block_counts,
         window=config.window_size * config.computes("window"),
         init=config.init_blocks, local=config.local_blocks, appends=call.k is not None,
         by_index=config.rule == "index", columns=config.of_branches(range(3)),

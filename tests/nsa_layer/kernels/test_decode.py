@@ -52,6 +52,7 @@ class Case:
     Hkv: int = 2
     G: int = 4
     D: int = 128
+    Dv: int | None = None  # None: D
     dtype: torch.dtype = torch.bfloat16
     config: NSAConfig = DEFAULT
     page: int = 0
@@ -69,6 +70,10 @@ class Case:
     @property
     def T_of(self) -> tuple[int, ...]:
         return self.queries or (self.T,) * len(self.lengths)
+
+    @property
+    def of_v(self) -> int:
+        return self.Dv or self.D
 
     @property
     def spec(self) -> CallSpec:
@@ -92,7 +97,7 @@ class Case:
             made["q_index"] = draw(*rows, Hkv, self.index[1])
 
         def row(name: str) -> tuple[int, int]:
-            return self.index if name == "k_index" else (Hkv, D)
+            return self.index if name == "k_index" else (Hkv, self.of_v if name[0] == "v" else D)
 
         for name in (*names, *compressed):
             stride = config.stride if "cmp" in name else 1
@@ -115,7 +120,7 @@ class Case:
             at = torch.randperm(B + 2, generator=generator, device=device)[:B]
             made["cache_batch_idx"] = at.int()
         if self.projected:
-            made |= {f"compress_{x}_weight": draw(Hkv, D, D) * D**-0.5 for x in "kv"}
+            made |= {f"compress_{x}_weight": draw(Hkv, d, d) * d**-0.5 for x, d in (("k", D), ("v", self.of_v))}
         parts: dict[str, list[Tensor]] = {name: [] for name in (*names, *compressed)}
         for b, (S, T) in enumerate(zip(self.lengths, self.T_of)):
             for name in names:
@@ -135,7 +140,7 @@ class Case:
                     cache = places[key]
                     cache[slots_of(cache, pages, 0, have)] = in_cache_dtype(keys[:have], of_cmp, cache.dtype)
                     room = -(-T // config.stride)
-                    parts[key].append(torch.cat([keys[have:], draw(room, Hkv, D) * torch.nan])[:room])
+                    parts[key].append(torch.cat([keys[have:], draw(room, *row(name)) * torch.nan])[:room])
         join = torch.cat if self.queries else torch.stack
         if self.new:
             made |= {name: join(parts[name]) for name in names}
@@ -193,12 +198,25 @@ CASES = {
     "index, small pages": Case(config=INDEX, page=16, index=(2, 32), T=2, gate="none"),
     "FP8, index, small pages": Case(config=INDEX, page=32, index=(1, 64), gate="none", fp8=True),
     "long index": Case(config=INDEX, lengths=(70_001, 33_000), room=70_016, page=64, G=8, Hkv=8, index=(8, 32)),
+    "128 and 72": Case(D=128, Dv=72, G=16, config=NSAConfig.paper(), projected=True, page=64),
+    "128, 64 and FP8": Case(D=128, Dv=64, T=3, fp8=True, projected=True, win=("k_win",)),
+    "112 and an index": Case(D=112, config=INDEX.replace(branches=BRANCHES[1:]), index=(1, 32), G=20),
+    "96": Case(D=96, T=2, page=64, config=SMALL, lengths=SHORT),
+    "80 and 48": Case(D=80, Dv=48, config=SMALL, queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), projected=True),
+    "80 and FP8": Case(D=80, G=20, config=SMALL, fp8=True, T=2, given=True),
+    "120 and 104": Case(D=120, Dv=104, dtype=torch.float16, gate="given", win=("v_win",)),
+    "40 and 24": Case(D=40, Dv=24, G=16, new=False, T=2, lengths=(128, 2, 1000)),
+    "16": Case(D=16, Hkv=3, config=NSAConfig.paper(), lengths=(70_001, 33_000), room=70_016),
+    "48, FP8 and an index": Case(D=48, Dv=32, config=INDEX, index=(2, 32), fp8=True, gate="none", T=3),
     "very long": Case(lengths=(400_001,), room=400_064, G=16, Hkv=1),
 }
 
 
 FORCED = [(name, (0, 2, 8)) for name in ("first and local", "first alone", "too many forced", "unforced")]
 FORCED += [("no window", (0, 2, 8)), ("no window", (2, 3, 8))]
+DIMS = [("128 and 72", (0, 2, 8)), ("128, 64 and FP8", (2, 3, 8)), ("80 and 48", (2, 2, 8)), ("16", (0, 1, 4))]
+DIMS += [("112 and an index", (0, 8, 4)), ("80 and FP8", (2, 2, 8)), ("120 and 104", (0, 2, 4))]
+DIMS += [("40 and 24", (2, 3, 8)), ("48, FP8 and an index", (0, 2, 4))]
 IN_FP8 = [("FP8, draft", (0, 2, 8)), ("FP8, narrow", (2, 3, 8)), ("FP8, packed", (2, 2, 8))]
 IN_FP8 += [("FP8, index of 16", (0, 2, 4))]
 BY_INDEX = [(name, (0, 2, 4)) for name in CASES if name.startswith("index")]
@@ -249,11 +267,13 @@ def stack(name: str, splits: Splits) -> list[list[int]]:
     return [code.stack for code in machine_code(fake_step, name, splits)]
 
 
-@pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED, *BY_INDEX, *IN_FP8])
+@pytest.mark.parametrize(
+    ("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED, *BY_INDEX, *IN_FP8, *DIMS]
+)
 def test_builds_everywhere(compiler: Worker, name: str, splits: Splits) -> None:
     case = CASES[name]
     lead = (sum(case.queries),) if case.queries else (len(case.lengths), case.T)
-    assert compiler.trace(fake_step, name, splits) == (*lead, case.Hkv * case.G, case.D)
+    assert compiler.trace(fake_step, name, splits) == (*lead, case.Hkv * case.G, case.of_v)
 
 
 @pytest.mark.sweep
@@ -263,6 +283,9 @@ def test_builds_everywhere(compiler: Worker, name: str, splits: Splits) -> None:
         *product(["draft", "narrow", "long"], [(0, 8, 8), (2, 8, 8)]),
         *product(["index, one key", "long index"], [(0, 8, 4)]),
         *product(["FP8", "FP8, draft"], [(0, 8, 8), (2, 8, 8), (2, 8, 4)]),
+        *product(["128 and 72", "128, 64 and FP8"], [(0, 8, 8), (2, 8, 8), (2, 8, 4)]),
+        ("112 and an index", (0, 8, 4)),
+        ("80 and FP8", (2, 8, 8)),
     ],
 )
 def test_registers_suffice(compiler: Worker, name: str, splits: Splits) -> None:
@@ -331,7 +354,8 @@ def test_what_the_kernels_take() -> None:
     assert taken(CASES["index"]) and taken(CASES["index, one key"]) and not taken(replace(CASES["index"], T=9))
     assert not taken(replace(CASES["index, one key"], T=8, Hkv=9))
     assert not taken(replace(CASES["index"], config=INDEX.replace(branches=BRANCHES)))
-    assert not taken(Case(T=9)) and not taken(Case(D=96)) and not taken(Case(dtype=torch.float32))
+    assert not taken(Case(T=9)) and not taken(Case(D=136, Dv=128)) and not taken(Case(dtype=torch.float32))
+    assert taken(Case(D=104, Dv=40)) and not taken(Case(D=104, fp8=True)) and taken(Case(D=112, Dv=16, fp8=True))
     assert not taken(k_cmp_cache=None) and not taken(block_indices=torch.zeros(3, 1, 2, 4, dtype=torch.int32))
     assert not taken(Case(config=DEFAULT.replace(block_size=8))) and not taken(Case(config=DEFAULT.replace(q_tile=2)))
     assert not taken(v_cache=torch.empty(5, 1088, 2, 132, dtype=torch.bfloat16)[..., 4:])
