@@ -76,13 +76,13 @@ class FlashAttentionBackwardDkdvSm90:
         mK, mV, mDK, mDV = [layout_utils.select(t, by_token) for t in (mK, mV, mDK, mDV)]
 
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
-        row_layouts = [layout((ROWS, dim), spec.teams * spec.stages) for dim in spec.dims]
-        key_layouts = [layout((ROWS, dim), spec.teams) for dim in spec.dims]
+        row_layouts = [layout((ROWS, dim), spec.teams * spec.stages) for dim in spec.tile_dims]
+        key_layouts = [layout((ROWS, dim), spec.teams) for dim in spec.tile_dims]
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_q, tma_do = [self.tma_of_rows(load, t, of.inner) for t, of in zip((mQ, mdO), row_layouts)]
         tma_k, tma_v = [
             cpasync.make_tiled_tma_atom(load, t, layout(box, major_mode_size=dim), box)
-            for t, dim, box in zip((mK, mV), spec.dims, map(spec.key_box, spec.dims))
+            for t, dim, box in zip((mK, mV), spec.tile_dims, map(spec.key_box, spec.dims))
         ]
 
         batch = mK.shape[3] if const_expr(not spec.packed) else Int32(1)
@@ -104,7 +104,7 @@ class FlashAttentionBackwardDkdvSm90:
 
     def tma_of_rows(self, load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, swizzle: cute.Swizzle) -> TmaTensor:
         """For q or do, [Hq, D, T, B]: the heads of a token, a box of columns at a time."""
-        box = (self.spec.heads, box_columns(mX.shape[1]))
+        box = (self.spec.heads, box_columns(self.spec.columns(mX.shape[1])))
         swizzled = cute.make_composed_layout(swizzle, 0, cute.make_layout(box, stride=(box[1], 1)))
         return cpasync.make_tiled_tma_atom(load, mX, swizzled, box)
 
@@ -139,7 +139,7 @@ class FlashAttentionBackwardDkdvSm90:
         drawn = smem.allocate_tensor(Int32, cute.make_layout(DRAWS * spec.teams), byte_alignment=4)
         loaders = 2 * spec.teams
         warps = THREADS // WARP * (WARPGROUPS // spec.teams)  # that read a work tile
-        row_bytes = [dim * self.dtype.width // 8 for dim in 2 * spec.dims]
+        row_bytes = [dim * self.dtype.width // 8 for dim in 2 * spec.tile_dims]
         group_of = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
         loaded = (spec.slots * spec.heads, spec.slots * spec.heads, spec.keys, spec.keys)  # rows of a stage
         sizes = [(n, warps, rows * of_row) for n, rows, of_row in zip(counts, loaded, row_bytes)]
@@ -168,7 +168,7 @@ class FlashAttentionBackwardDkdvSm90:
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         tidx, _, _ = cute.arch.thread_idx()
         if const_expr(spec.slots * spec.heads < ROWS):
-            for memory, dim in zip(plain, spec.dims):
+            for memory, dim in zip(plain, spec.tile_dims):
                 words = cute.make_tensor(
                     cute.recast_ptr(memory, dtype=Int32), cute.make_layout(tiles * ROWS * dim // 2)
                 )
@@ -223,7 +223,7 @@ class FlashAttentionBackwardDkdvSm90:
         scores, dprobabilities = [
             partial(of_shared(a, b, thread, spec.use_mma_sync), A_idx=group) for a, b in ((sK, sQ), (sV, sdO))
         ]
-        acc_dK, acc_dV = [sum_registers(dim) for dim in spec.dims]
+        acc_dK, acc_dV = [sum_registers(dim) for dim in spec.tile_dims]
         of_rows = [of_registers(layout_utils.transpose_view(t), thread, spec.use_mma_sync) for t in (sQ, sdO)]
         add_dk, add_dv = [partial(product, acc=acc) for product, acc in zip(of_rows, (acc_dK, acc_dV))]
 
@@ -296,7 +296,7 @@ class FlashAttentionBackwardDkdvSm90:
         pipeline_q, pipeline_do, pipeline_k, pipeline_v, pipeline_sums = pipelines
         of_keys = [of_shared(a, b, thread, spec.use_mma_sync) for a, b in ((sK, sQ), (sV, sdO))]
         scores, dprobabilities = [partial(product, A_idx=0) for product in of_keys]
-        acc = sum_registers(spec.dims[which])
+        acc = sum_registers(spec.tile_dims[which])
         product = of_registers(layout_utils.transpose_view((sQ, sdO)[which]), thread, spec.use_mma_sync)
         add, started = partial(product, acc=acc), partial(self.started, dprobabilities if which == 0 else None)
         draw = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
@@ -461,9 +461,9 @@ class FlashAttentionBackwardDkdvSm90:
     ):
         """Write dk (0) or dv (1) of a work tile."""
         spec = self.spec
+        registers = cute.make_tensor(acc.iterator, cute.make_layout((4, spec.dims[which] // 8)))
         if work_tile.partial < 0:
             rows = work_tile.seqlen.offset_batch_K(outputs[which], work_tile.batch, dim=3)[None, None, work_tile.head]
-            KeyRows(rows, work_tile.first_key, work_tile.end, thread, spec.add).write(acc, scale)
+            KeyRows(rows, work_tile.first_key, work_tile.end, thread, spec.add).write(registers, scale)
         else:
-            registers = cute.make_tensor(acc.iterator, cute.make_layout((4, spec.dims[which] // 8)))
             cute.autovec_copy(registers, partial_sum(outputs[2], work_tile.partial, which, thread, spec.dims))

@@ -90,7 +90,8 @@ class Loader:
         """For q or do, [Hq, D, T, B] (packed [Hq, D, total]): the heads of a token go into a slot of a tile."""
         spec = self.spec
         atom, mX = tma
-        dim, width = mX.shape[1], box_columns(mX.shape[1])
+        dim = spec.columns(mX.shape[1])
+        width = box_columns(dim)
         columns = dim // width
         box = (spec.heads, width)
         # By address: TMA puts the swizzle on it.
@@ -130,7 +131,7 @@ class Loader:
         sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), sX, gX)
         stages.producer_acquire_w_index_phase(group, phase)
         barrier = stages.sync_object_full.get_barrier(group)
-        for i in range(mX.shape[1] // box[1]):
+        for i in range(self.spec.columns(mX.shape[1]) // box[1]):
             cute.copy(atom, gX[None, work_tile.first_key // box[0], i], sX[None, 0, i, group], tma_bar_ptr=barrier)
 
     @cute.jit

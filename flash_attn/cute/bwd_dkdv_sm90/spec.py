@@ -62,10 +62,20 @@ class DkdvSpec:
         """Of q and k, and of do and v."""
         return self.head_dim, self.head_dim_v
 
+    def columns(self, dim: int) -> int:
+        """Columns of a tile in shared memory, of rows of so many: with zeros behind where the heads of a token, which
+        are loaded there together, would not begin at multiples of 128 bytes."""
+        return -(-dim // 64) * 64 if self.heads % 2 else dim
+
+    @property
+    def tile_dims(self) -> tuple[int, int]:
+        """`columns` of q and k, and of do and v."""
+        return self.columns(self.head_dim), self.columns(self.head_dim_v)
+
     @property
     def split(self) -> bool:
         """True if the warpgroups share work tiles: the first makes dk, the second dv, both with scores of their own."""
-        return sum(self.dims) > MOST_SUMS
+        return sum(self.tile_dims) > MOST_SUMS
 
     @property
     def teams(self) -> int:
@@ -105,12 +115,12 @@ class DkdvSpec:
     @property
     def stages(self) -> int:
         """Tiles of q and do in shared memory, of each work tile, beside k and v."""
-        tile = 2 * self.teams * ROWS * sum(self.dims)
+        tile = 2 * self.teams * ROWS * sum(self.tile_dims)
         return min(MOST_STAGES, SHARED_MEMORY // tile - 1)
 
     def key_box(self, dim: int) -> tuple[int, int]:
         """Keys and head dimensions of k or v, of so many, that are loaded at a time."""
-        return self.keys, dim if self.keys == ROWS else box_columns(dim)
+        return self.keys, self.columns(dim) if self.keys == ROWS else box_columns(self.columns(dim))
 
 
 def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: int) -> Optional[str]:

@@ -43,9 +43,9 @@ def load_rows(sources: tuple[cute.Tensor, ...], slots: tuple[cute.Tensor, ...], 
     sources: [T, D, Hq] of the sequence, each. slots: [ROWS, D] of shared memory, each; nothing reads them any more.
     group: the warpgroup's number.
     """
-    columns = sources[0].shape[1] // VECTOR
     cute.arch.barrier(barrier_id=ROWS_LOADED + group, number_of_threads=THREADS)
     for source, slot in zip(sources, slots):
+        columns = source.shape[1] // VECTOR
         loaded = cute.make_rmem_tensor((VECTOR, ROWS * columns // THREADS), source.element_type)
         loaded.fill(0)
         for i in cutlass.range_constexpr(ROWS * columns // THREADS):

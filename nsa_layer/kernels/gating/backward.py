@@ -341,8 +341,7 @@ def gated_sum_backward(
     """
     Hq, Dv = do.shape[-2:]
     weighed, given = gate_weight is not None, gates is not None
-    D = q.shape[-1] if weighed else Dv
-    rows = backward_rows(max(D, Dv), Hq, len(outputs))
+    rows = backward_rows((Dv, q.shape[-1]) if weighed else (Dv,), Hq, len(outputs))
     ctas = _ctas_a_group(do, rows, weighed)
 
     new = dict(device=do.device, dtype=do.dtype)
@@ -352,7 +351,7 @@ def gated_sum_backward(
     q = q if weighed else None
     weight = readable_weight(gate_weight)
     dq = (torch.empty(q.shape, **new) if out is None else out) if weighed else None
-    sums = torch.empty((ctas * rows.tokens, Hq, rows.gates, D), **fp32) if weighed else None
+    sums = torch.empty((ctas * rows.tokens, Hq, rows.gates, q.shape[-1]), **fp32) if weighed else None
     d_gates = None
     if given:
         d_gates = torch.empty(gates.shape, device=do.device, dtype=gates.dtype if gates.dtype in DTYPES else g.dtype)
@@ -369,8 +368,8 @@ def gated_sum_backward(
     return GateGradients(dq, d_weight, d_gates, dpsum, lse_log2, do_branches)
 
 
-def backward_rows(D: int, Hq: int, gates: int) -> Layout:
-    rows = Layout(D, heads_of_cta(Hq, D), at_once=3, steps=0, gates=gates)
+def backward_rows(dims: tuple[int, ...], Hq: int, gates: int) -> Layout:
+    rows = Layout(dims, heads_of_cta(Hq, max(dims)), at_once=3, steps=0, gates=gates)
     return replace(rows, steps=2 * rows.lanes)
 
 

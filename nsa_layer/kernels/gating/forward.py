@@ -27,7 +27,7 @@ class Layout:
     """The layout of a CTA's threads over rows: the lanes of a row, then the heads of a token, then tokens.
 
     Attributes:
-        D: elements of the longest row.
+        dims: elements of rows of the outputs, and of q if it is read.
         heads: of a CTA, a power of two that divides Hq.
         at_once: steps of a CTA whose loads are in flight together.
         steps: of `tokens` tokens each, one after the other: a CTA's piece of work, a tile.
@@ -35,7 +35,7 @@ class Layout:
         gates: of a row: one a branch, of which the last may have no output.
     """
 
-    D: int
+    dims: tuple[int, ...]
     heads: int
     at_once: int
     steps: int
@@ -47,7 +47,7 @@ class Layout:
     @property
     def lanes(self) -> int:
         """A power of two, by which shuffles sum up a row, and one for each gate at least."""
-        return max(4, 1 << (self.D // self.vector - 1).bit_length())
+        return max(4, 1 << (max(self.dims) // self.vector - 1).bit_length())
 
     @property
     def tokens(self) -> int:
@@ -243,13 +243,14 @@ def gated_sum(
     g = torch.empty((*o.shape[:-1], len(outputs)), dtype=torch.float32, device=o.device) if gated else None
     q = q if gate_weight is not None else None
     gate_weight, gates = readable_weight(gate_weight), readable_gates(gates)
-    rows = forward_rows(Dv if q is None else max(Dv, q.shape[-1]), Hq, len(outputs), weighed=gate_weight is not None)
+    dims = (Dv,) if q is None else (Dv, q.shape[-1])
+    rows = forward_rows(dims, Hq, len(outputs), weighed=gate_weight is not None)
     launch("gated_sum", GatedSum, (rows,), q, gate_weight, gates, *three(outputs), o, g)
     return o, g
 
 
-def forward_rows(D: int, Hq: int, gates: int, *, weighed: bool) -> Layout:
-    return Layout(D, heads_of_cta(Hq, D), at_once=4, steps=16, resident=1 if weighed else 2, gates=gates)
+def forward_rows(dims: tuple[int, ...], Hq: int, gates: int, *, weighed: bool) -> Layout:
+    return Layout(dims, heads_of_cta(Hq, max(dims)), at_once=4, steps=16, resident=1 if weighed else 2, gates=gates)
 
 
 def three(of_branches: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -204,7 +204,7 @@ class PoolKernel:
         pairs, unscaled = plan.D // 2, self.pooling.l / mean_scale(self.pooling.l)
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(-(-plan.blocks * pairs // THREADS)):
-            block, pair = (i * THREADS + tidx) // pairs, tidx % pairs
+            block, pair = (i * THREADS + tidx) // pairs, (i * THREADS + tidx) % pairs
             if block < count:
                 total = cute.make_rmem_tensor(2, Float32)
                 total.fill(0.0)

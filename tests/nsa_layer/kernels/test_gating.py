@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -178,6 +179,18 @@ def trace_all() -> None:
             assert stat.shape == in_tiles(case, torch.zeros(x.lses[0].shape), 0.0).shape
 
 
+def trace_both_dimensions() -> None:
+    """In a worker."""
+    from nsa_layer.kernels import launch
+
+    with patch.object(launch, "_compiled", {}):
+        for Dv in (128, 96):
+            x = faked(partial(make_inputs, Case(D=128, Dv=Dv), "cpu"))
+            backward(x, forward(x)[1], 64)
+        names = [name for name, *_ in launch._compiled]
+    assert names.count("gated_sum") == names.count("gated_sum_backward") == 2, names
+
+
 OTHER_DIMS = [(96, 96), (192, 128), (256, 256), (128, 96)]
 TRACED = [
     Case("equal", Hq=32),
@@ -194,6 +207,10 @@ TRACED = [
 
 def test_kernels_are_traced(compiler: Worker) -> None:
     compiler.trace(trace_all)
+
+
+def test_each_pair_of_dimensions_has_its_kernels(compiler: Worker) -> None:
+    compiler.trace(trace_both_dimensions)
 
 
 SHAPES = [
