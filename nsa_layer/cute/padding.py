@@ -39,14 +39,26 @@ def cut(o: Tensor, Dv: int) -> Tensor:
     return o if o.shape[-1] == Dv else _Cut.apply(o, (*o.shape[:-1], Dv))
 
 
+def _in_words(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in words of 8 bytes, of which PyTorch copies rows faster, if all of them lie in such."""
+    if torch.compiler.is_compiling():
+        return tensors
+    step = 8 // tensors[0].element_size()
+    starts = [n for x in tensors for n in (*x.stride()[:-1], x.storage_offset(), x.shape[-1])]
+    if any(n % step for n in starts) or any(x.stride(-1) != 1 for x in tensors):
+        return tensors
+    return tuple(x.view(torch.int64) for x in tensors)
+
+
 class _Widen(torch.autograd.Function):
     """A copy of a larger shape, with zeros behind; each element is written once, and gradients are a view."""
 
     @staticmethod
     def forward(x: Tensor, shape: tuple[int, ...]) -> Tensor:
         whole = x.new_empty(shape)
-        whole[tuple(map(slice, x.shape))] = x
-        whole[..., x.shape[-1] :] = 0
+        source, target = _in_words(x, whole[tuple(map(slice, x.shape))])
+        target.copy_(source)
+        _in_words(whole[..., x.shape[-1] :])[0].zero_()
         if x.shape[-2] < shape[-2]:
             whole[..., x.shape[-2] :, : x.shape[-1]] = 0
         return whole
@@ -65,7 +77,8 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return x[tuple(map(slice, shape))].contiguous()
+        (part,) = _in_words(x[tuple(map(slice, shape))])
+        return part.contiguous().view(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

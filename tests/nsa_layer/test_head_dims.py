@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from layer_calls import CACHED, cached_arguments
 from test_kvcache import KEPT, Caches
 
@@ -16,6 +17,7 @@ from nsa_layer import NSAConfig, nsa, nsa_with_kvcache, selected_attention, supp
 from nsa_layer.call import Call, Saved
 from nsa_layer.context_parallel import gather_loop
 from nsa_layer.context_parallel.spec import MODES, ContextParallel
+from nsa_layer.cute import padding
 from nsa_layer.cute.memory_plan import predict
 from nsa_layer.eager import pages
 from nsa_layer.saved_shapes import saved_shapes
@@ -134,6 +136,16 @@ def test_a_graph_pads_as_well(native: list) -> None:
     torch.testing.assert_close(o, want, **EXACT)
     for got, expected in zip(*(torch.autograd.grad(x, [*tensors.values()], inputs.do) for x in (o, want))):
         torch.testing.assert_close(got, expected, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_copies_of_rows_wherever_they_lie(first: int, dtype: torch.dtype) -> None:
+    for whole in (torch.randn(2, 3, 40), torch.randn(2, 3, 41), torch.randn(40, 2, 3).permute(1, 2, 0)):
+        x = whole.to(dtype)[..., first : first + 24]
+        assert padding.widened(x, 64).equal(F.pad(x, (0, 40))) and padding.cut(x, 16).equal(x[..., :16])
+        assert padding.widened(x, 64, square=True).equal(F.pad(x, (0, 40, 0, 61)))
+        assert padding.cut(x, 16).is_contiguous()
 
 
 def test_plans_count_the_copies() -> None:
