@@ -145,9 +145,9 @@ def _is_ragged(call: Call) -> bool:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """True if rows lie at multiples of 16 bytes."""
+    """True if rows are of whole 16 bytes, at multiples of these."""
     step = 16 // x.element_size()
-    return x.stride(-1) == 1 and not any(n % step for n in (*x.stride()[:-1], x.storage_offset()))
+    return x.stride(-1) == 1 and not any(n % step for n in (*x.stride()[:-1], x.storage_offset(), x.shape[-1]))
 
 
 def _each(call: Call, warps: int) -> int:

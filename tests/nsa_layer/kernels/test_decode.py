@@ -342,6 +342,11 @@ def test_kernels_of_cache_rows_are_traced(compiler: Worker, moves: bool, fp8: bo
     assert compiler.trace(cache_rows, moves, fp8) == (len(CacheSlots), 3)
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """x of 8 bits, its rows 8 bytes apart."""
+    return torch.nn.functional.pad(x.view(torch.uint8), (0, 8)).view(x.dtype)[..., :-8]
+
+
 def test_what_the_kernels_take() -> None:
     """Calls that they do not take go as those of many queries do."""
     from nsa_layer.kernels.decode.step import supports
@@ -356,6 +361,8 @@ def test_what_the_kernels_take() -> None:
     assert not taken(replace(CASES["index"], config=INDEX.replace(branches=BRANCHES)))
     assert not taken(Case(T=9)) and not taken(Case(D=136, Dv=128)) and not taken(Case(dtype=torch.float32))
     assert taken(Case(D=104, Dv=40)) and not taken(Case(D=104, fp8=True)) and taken(Case(D=112, Dv=16, fp8=True))
+    caches = {name: x for name, x in Case(D=104, fp8=True).call("cpu").cache._asdict().items() if name[-6:] == "_cache"}
+    assert not taken(Case(D=104, fp8=True), **{name: x if x is None else apart(x) for name, x in caches.items()})
     assert not taken(k_cmp_cache=None) and not taken(block_indices=torch.zeros(3, 1, 2, 4, dtype=torch.int32))
     assert not taken(Case(config=DEFAULT.replace(block_size=8))) and not taken(Case(config=DEFAULT.replace(q_tile=2)))
     assert not taken(v_cache=torch.empty(5, 1088, 2, 132, dtype=torch.bfloat16)[..., 4:])
