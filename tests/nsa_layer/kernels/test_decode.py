@@ -201,7 +201,7 @@ CASES = {
     "128 and 72": Case(D=128, Dv=72, G=16, config=NSAConfig.paper(), projected=True, page=64),
     "128, 64 and FP8": Case(D=128, Dv=64, T=3, fp8=True, projected=True, win=("k_win",)),
     "112 and an index": Case(D=112, config=INDEX.replace(branches=BRANCHES[1:]), index=(1, 32), G=20),
-    "96": Case(D=96, T=2, page=64, config=SMALL, lengths=SHORT),
+    "96": Case(D=96, T=2, page=64, config=SMALL, lengths=(2, 40, 1088)),
     "80 and 48": Case(D=80, Dv=48, config=SMALL, queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), projected=True),
     "80 and FP8": Case(D=80, G=20, config=SMALL, fp8=True, T=2, given=True),
     "120 and 104": Case(D=120, Dv=104, dtype=torch.float16, gate="given", win=("v_win",)),
