@@ -1,14 +1,15 @@
 """Multi-query recall that a model learns from scratch: dense, by the published rule, by an index of tokens.
 
-    python benchmarks/recall_pairs.py [--pairs 48] [--seeds 3] [--variants dense published index] [--json FILE]
+    python benchmarks/recall_pairs.py [--pairs 48] [--seeds 3] [--variants dense published index] [--fp8]
 
 Pairs of a key and a value stand at random even positions of the first three quarters of a sequence, and four questions
 for each, keys alone, in the last one; all other tokens are fillers. A model has two layers of width 256 with 4 query
 heads over 1 of 64, rotary embeddings, and a causal depthwise convolution of 4 tokens before attention. It lists 6
 blocks of 64, the first, a token's own and the one before it among them. AdamW takes 1,500 steps: 40, 20 and 40 % of
 them at 256, 1,024 and 2,048 tokens, in batches of 32,768; its rate rises for 75 steps and falls as a
-cosine to 0. "recall" is the share of questions whose value the model says at 2,048 tokens. On a GPU attention is in
-bf16 on the kernels, on a CPU in fp32 by eager.
+cosine to 0. "recall" is the share of questions whose value the model says at 2,048 tokens; with --fp8 also where it
+reads keys, values and compressed or index keys from caches in float8_e4m3fn. On a GPU attention is in bf16 on the
+kernels, on a CPU in fp32 by eager.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from nsa_layer import NSAConfig, NSAttention, index_loss
+from nsa_layer import NSACache, NSAConfig, NSAttention, index_loss
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.demo.model import DenseAttention
 from nsa_tools.report.tables import markdown
@@ -57,7 +58,13 @@ def draw(T: int, batch: int, pairs: int, generator: torch.Generator) -> tuple[to
 
 
 class Layer(nn.Module):
-    """A causal convolution and attention of one kind, then an MLP, both with a residual."""
+    """A causal convolution and attention of one kind, then an MLP, both with a residual.
+
+    Attributes:
+        kept: the dtype of caches that attention reads, new ones for each call; None: without caches.
+    """
+
+    kept: torch.dtype | None = None
 
     def __init__(self, config: NSAConfig | None) -> None:
         super().__init__()
@@ -71,7 +78,11 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = self.convolution(F.pad(self.norms[0](x).mT, (TAPS - 1, 0))).mT
-        x = x + self.attention(mixed)
+        given = {}
+        if self.kept is not None:
+            sizes = (*x.shape[:2], 1, HEAD_DIM)
+            given["cache"] = NSACache(*sizes, config=self.attention.config, dtype=self.kept, device=x.device)
+        x = x + self.attention(mixed, **given)
         return x + self.mlp(self.norms[1](x))
 
 
@@ -90,8 +101,8 @@ class Model(nn.Module):
             return self.head(self.layers(self.symbols(tokens))).float()
 
 
-def learn(name: str, seed: int, args: argparse.Namespace) -> float:
-    """The recall of a new model at the last length, on sequences that it was not trained on."""
+def learn(name: str, seed: int, args: argparse.Namespace) -> list[float]:
+    """The recall of a new model at the last length, on sequences that it was not trained on; then from FP8 caches."""
     torch.manual_seed(seed)
     generator, config = torch.Generator(args.device).manual_seed(seed), VARIANTS[name]
     model = Model(config).to(args.device)
@@ -113,14 +124,17 @@ def learn(name: str, seed: int, args: argparse.Namespace) -> float:
                 schedule.step()
                 bar.update()
             bar.set_postfix_str(f"{T} tokens: loss {of_model.item():.3f}")
-    found = count = 0
-    with torch.no_grad():
-        for _ in range(8):
-            tokens, asked = draw(STAGES[-1][0], args.batch // STAGES[-1][0], args.pairs, generator)
-            model.eval()
-            found += int((model(tokens).argmax(-1) == asked).sum())
-            count += int((asked >= 0).sum())
-    return found / count
+    kept = [None, torch.float8_e4m3fn][: 1 + (args.fp8 and config is not None)]
+    found, count = [0] * len(kept), 0
+    model.eval()
+    for _ in range(8):
+        tokens, asked = draw(STAGES[-1][0], args.batch // STAGES[-1][0], args.pairs, generator)
+        count += int((asked >= 0).sum())
+        for i, Layer.kept in enumerate(kept):
+            with torch.no_grad():
+                found[i] += int((model(tokens).argmax(-1) == asked).sum())
+    Layer.kept = None
+    return [x / count for x in found]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -130,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=BATCH, help="tokens of a step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--fp8", action="store_true", help="also read caches in float8_e4m3fn, of sparse attention")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="also write the shares to this file")
     args = parser.parse_args(argv)
@@ -138,7 +153,8 @@ def main(argv: list[str] | None = None) -> None:
     shares: dict[str, list[float]] = {name: [] for name in args.variants}
     try:
         for name, seed in ((name, seed) for name in args.variants for seed in args.seeds):
-            shares[name].append(learn(name, seed, args))
+            for kept, share in zip(("", ", FP8 caches"), learn(name, seed, args)):
+                shares.setdefault(name + kept, []).append(share)
             if args.json:
                 args.json.write_text(json.dumps(shares, indent=1) + "\n")
     except KeyboardInterrupt:
