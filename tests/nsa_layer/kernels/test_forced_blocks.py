@@ -58,7 +58,7 @@ def test_of_tokens(n: int, causal: bool, modules: SimpleNamespace) -> None:
     for (init, local), T in product(FORCED, LENGTHS):
         config = NSAConfig(block_size=SIZE, block_counts=n, init_blocks=init, local_blocks=local)
         spec = TokenTopKSpec(64, 4, n, causal, init, local, False, SIZE, SIZE, SIZE, SIZE - 1, False)
-        of_decode = DecodeSpec(64, 4, 1, SIZE, SIZE, SIZE - 1, SIZE, n, 8, init, local, True)
+        of_decode = DecodeSpec(64, 64, 4, 1, SIZE, SIZE, SIZE - 1, SIZE, n, 8, init, local, True)
         place = modules.tiles.Tile(spec, 0, 0, 0, T, T, 0, 0)
         for t in range(T):
             own, where = t // SIZE, f"{config}, T={T}, t={t}"
