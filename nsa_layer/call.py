@@ -176,6 +176,11 @@ class Call(NamedTuple):
         return self.spec.config
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """D and Dv."""
+        return self.q.shape[-1], (self.v if self.cache is None else self.cache.v_cache).shape[-1]
+
+    @property
     def one_branch(self) -> bool:
         """True if the output is that of the selected branch: there is no other, nor a gate."""
         return self.config.branches == ("selected",) and self.gate == "none"

@@ -1,6 +1,7 @@
 """Head dimensions that the kernels are not compiled for: zeros behind the rows, up to the next native size.
 
-Columns of zeros change no score and no other column of an output or a gradient; their own are cut off.
+Columns of zeros change no score and no other column of an output or a gradient; their own are cut off. Graphs have
+PyTorch's own operators for both.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from nsa_layer.call import Call
+from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.support import native_dims
 
 Tensor = torch.Tensor
@@ -19,8 +22,8 @@ OF_D, OF_DV = ("q", "k", "gate_weight", "k_cmp", "k_win", SQUARE[0]), ("v", "v_c
 
 def padded(call: Call) -> Call:
     """The call with rows of native head dimensions, by one differentiable copy of each tensor that has others."""
-    dims = native_dims(call.q.shape[-1], call.v.shape[-1])
-    if dims == (call.q.shape[-1], call.v.shape[-1]):
+    dims = native_dims(*call.dims)
+    if dims == call.dims:
         return call
     for size, names in zip(dims, (OF_D, OF_DV)):
         call = call._replace(**{name: widened(getattr(call, name), size, square=name in SQUARE) for name in names})
@@ -31,18 +34,21 @@ def widened(x: Tensor | None, size: int, *, square: bool = False) -> Tensor | No
     """x [..., D] with zeros up to [..., size]; square: [..., D, D] up to [..., size, size]."""
     if x is None or x.shape[-1] == size:
         return x
-    return _Widen.apply(x, (*x.shape[:-2], size if square else x.shape[-2], size))
+    rows = size if square else x.shape[-2]
+    if torch.compiler.is_compiling():
+        return pad(x, (0, size - x.shape[-1], 0, rows - x.shape[-2]))
+    return _Widen.apply(x, (*x.shape[:-2], rows, size))
 
 
 def cut(o: Tensor, Dv: int) -> Tensor:
     """The first Dv columns of an output."""
-    return o if o.shape[-1] == Dv else _Cut.apply(o, (*o.shape[:-1], Dv))
+    if o.shape[-1] == Dv:
+        return o
+    return o[..., :Dv].contiguous() if torch.compiler.is_compiling() else _Cut.apply(o, (*o.shape[:-1], Dv))
 
 
 def _in_words(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in words of 8 bytes, of which PyTorch copies rows faster, if all of them lie in such."""
-    if torch.compiler.is_compiling():
-        return tensors
     step = 8 // tensors[0].element_size()
     starts = [n for x in tensors for n in (*x.stride()[:-1], x.storage_offset(), x.shape[-1])]
     if any(n % step for n in starts) or any(x.stride(-1) != 1 for x in tensors):
@@ -50,7 +56,7 @@ def _in_words(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.view(torch.int64) for x in tensors)
 
 
-class _Widen(torch.autograd.Function):
+class _Widen(ReverseMode):
     """A copy of a larger shape, with zeros behind; each element is written once, and gradients are a view."""
 
     @staticmethod
@@ -72,7 +78,7 @@ class _Widen(torch.autograd.Function):
         return d[tuple(map(slice, ctx.shape))], None
 
 
-class _Cut(torch.autograd.Function):
+class _Cut(ReverseMode):
     """A contiguous copy of the first columns; the gradient of the others is 0."""
 
     @staticmethod
@@ -86,4 +92,4 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return _Widen.apply(d, ctx.shape), None
+        return first_derivatives(_Widen.forward, d, ctx.shape), None
