@@ -29,7 +29,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) that kernels are compiled for, ascending; others are padded.
 NATIVE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 WIDEST_IN_DECODE = 128  # D of the kernels of few queries on caches, which take all D and Dv up to it
-DIM_STEP, LEAST_DIM = 8, 16  # D and Dv are multiples of the one, and at least the other
+DIM_STEP, LEAST_DIM = 8, 16  # D and Dv are multiples of the first, and at least the second
+MULTIPLES = f"multiples of {DIM_STEP} from {LEAST_DIM} to {NATIVE_DIMS[-1][0]}"
 WIDEST_BY_KEY_TILE = 128  # D of Hopper's kernels over lists of key tiles
 
 
@@ -51,15 +52,11 @@ def reads_unions(config: NSAConfig, D: int, *, listed: bool) -> bool:
         D: the head dimension of q and k.
         listed: the lists are the caller's.
     """
-    if listed or config.q_tile < UNION_ROWS or config.block_size % hopper_kv_tile(config.block_size):
+    if listed or config.q_tile < UNION_ROWS or D > WIDEST_BY_KEY_TILE:
         return True
-    if D > WIDEST_BY_KEY_TILE:
+    if config.block_size % hopper_kv_tile(config.block_size):
         return True
     return kernel_family(device_arch()) == 100
-
-
-def _dims(call: Call) -> tuple[int, int]:
-    return call.q.shape[-1], (call.v if call.cache is None else call.cache.v_cache).shape[-1]
 
 
 def native_dims(D: int, Dv: int) -> tuple[int, int]:
@@ -69,7 +66,7 @@ def native_dims(D: int, Dv: int) -> tuple[int, int]:
 
 
 def _has_other_dims(call: Call) -> bool:
-    D, Dv = dims = _dims(call)
+    D, Dv = dims = call.dims
     return native_dims(*dims) not in NATIVE_DIMS or Dv > D or Dv < LEAST_DIM or any(d % DIM_STEP for d in dims)
 
 
@@ -99,7 +96,7 @@ def _has_too_many_overlaps(call: Call) -> bool:
 SUPPORTED = (
     *(f"dtype {str(dtype).removeprefix('torch.')}" for dtype in KERNEL_DTYPES),
     *(f"head dimensions {dims}" for dims in NATIVE_DIMS),
-    "other multiples of 8 from 16 to 256, Dv <= D, padded to these by a copy",
+    f"other {MULTIPLES}, Dv <= D, padded to these by a copy",
     "block_size that divides 128 or is a multiple of 64",
     "any compress_stride, not causal",
     "rule='index'",
@@ -120,7 +117,7 @@ SUPPORTED = (
 LACKING: dict[str, Callable[[Call], bool]] = {
     "dtype float32": lambda call: call.q.dtype is torch.float32,
     "dtype float64": lambda call: call.q.dtype is torch.float64,
-    "any other head dimensions": _has_other_dims,
+    f"head dimensions other than {MULTIPLES}, Dv <= D": _has_other_dims,
     "any other block_size": lambda call: KV_TILE % call.config.block_size and call.config.block_size % UNION_BLOCK,
     "block_size below 16": lambda call: call.config.block_size < LEAST_BLOCK,
     "block_size 16 with G below 4, 32 with 1": lambda call: (
@@ -204,7 +201,7 @@ def choose_backend(backend: str | None, call: Call, device: torch.device) -> str
     if backend is None and kernel_family(arch) not in ARCHITECTURES:
         return "eager"
     if (missing := missing_feature(call, arch)) is not None:
-        asked = "dtype={}, D={}, Dv={}, {}".format(call.q.dtype, *_dims(call), call.config)
+        asked = "dtype={}, D={}, Dv={}, {}".format(call.q.dtype, *call.dims, call.config)
         raise NotImplementedError(f"sm_{arch}: the kernels do not support {missing} ({asked}); backend='eager' does")
     return "cute"
 

@@ -111,7 +111,7 @@ def needs_host_lengths(call: Call) -> bool:
 
 def _how_read(call: Call) -> str:
     """The way that attention reads the caches: "rows", "pages" or "copies"."""
-    if call.k is None or call.cache.in_fp8 or _native(call) != _cache_dims(call):
+    if call.k is None or call.cache.in_fp8 or native_dims(*call.dims) != call.dims:
         return "copies"
     if call.cache.page_table is None and call.cache.cache_batch_idx is None and not call.packed:
         return "rows"
@@ -121,16 +121,8 @@ def _how_read(call: Call) -> str:
     return "pages" if on_pages else "copies"
 
 
-def _cache_dims(call: Call) -> tuple[int, int]:
-    return call.cache.k_cache.shape[-1], call.cache.v_cache.shape[-1]
-
-
-def _native(call: Call) -> tuple[int, int]:
-    return native_dims(*_cache_dims(call))
-
-
 def _bytes_of_tokens(call: Call, tokens: int, names: Sequence[str] = TOKEN_CACHES) -> int:
-    widths = {name: _native(call)[name[0] == "v"] for name in names if name != "k_index"}
+    widths = {name: native_dims(*call.dims)[name[0] == "v"] for name in names if name != "k_index"}
     sizes = ((x, widths.get(name, x.shape[-1])) for name, x in call.cache.named(names).items())
     return sum(tokens * x.shape[2] * width * call.q.element_size() for x, width in sizes)
 
@@ -248,7 +240,7 @@ class _Chunk:
                 more |= self._keys(part, side_stream)
             tensors = Call(**own, **more, q_offset=self.slots[CacheSlots.FIRST, part])
             o, saved = infer(padded(tensors), self.memory, side_stream)
-        o = cut(o, call.cache.v_cache.shape[-1])
+        o = cut(o, call.dims[1])
         q, lses = own["q"], (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
         return o, *(q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32) if x is None else x for x in lses)
 
@@ -256,7 +248,7 @@ class _Chunk:
         """Keys and values of all branches by name, with slots for the caches' capacity of each sequence, and how they
         lie; those of a window on pages are copied on the stream of its attention."""
         call, starts, more, config = self.call, None, {}, self.call.config
-        capacity, dims = call.cache.capacity, _native(call)
+        capacity, dims = call.cache.capacity, native_dims(*call.dims)
         count = config.compressed_length(capacity) if config.computes("compressed") else 0
         caches, scales = self._tensors(*CACHES), self._tensors(*SCALES)
         kv, of_window, index, compressed = caches[:2], caches[2:4], (caches[4], None), caches[5:]

@@ -76,6 +76,7 @@ class Sizes(NamedTuple):
         gate: "weight", "given" (the caller's gates) or "none".
         own_window: the window has keys or values of its own.
         index_row: elements of a token's queries and keys of an index with a loss, else 0.
+        one_branch: as `Call.one_branch`.
         unpadded: D and Dv of the caller's tensors, which are copied to rows of the native D and Dv; None: they are not.
     """
 
@@ -96,26 +97,23 @@ class Sizes(NamedTuple):
     own_window: bool = False
     needs_grad: bool = True
     index_row: int = 0
+    one_branch: bool = False
     unpadded: tuple[int, int] | None = None
-
-    @property
-    def one_branch(self) -> bool:
-        """As `Call.one_branch`."""
-        return self.config.branches == ("selected",) and self.gate == "none"
 
     @classmethod
     def of(cls, call: Call, *, needs_grad: bool) -> Sizes:
         """The sizes of a call; of k the shape is that of v."""
         spec, config, q, v, lists = call.spec, call.config, call.q, call.v, call.block_indices
         counts = (q.shape[:-2].numel(), v.shape[:-2].numel(), call.longest_k)
-        of_caller = (q.shape[-1], v.shape[-1])
-        heads = (q.shape[-2], v.shape[-2], *(dims := native_dims(*of_caller)))
+        dims = native_dims(*call.dims)
+        heads = (q.shape[-2], v.shape[-2], *dims)
         width = config.list_width(call.longest_k) if lists is None else lists.shape[-1]
         unions = reads_unions(config, dims[0], listed=spec.listed)
         of_lists = (width, call.q_heads_per_list, unions, lists is not None)
         of_index = (call.q_index, call.k_index) if spec.index_loss else ()
         index_row = sum(x.shape[-2:].numel() for x in of_index)
-        more = (call.gate, call.has_own_window, needs_grad, index_row, None if dims == of_caller else of_caller)
+        unpadded = None if dims == call.dims else call.dims
+        more = (call.gate, call.has_own_window, needs_grad, index_row, call.one_branch, unpadded)
         return cls(*counts, *heads, q.element_size(), config, *of_lists, *more)
 
 

@@ -102,7 +102,7 @@ def compile_calls(calls: Iterable[Signature], *, target: dict[str, str], jobs: i
 
 def warm_up(
     config: NSAConfig,
-    shapes: Iterable[tuple[int, int, int, int, int]],
+    shapes: Iterable[tuple[int, ...]],
     *,
     dtype: torch.dtype = torch.bfloat16,
     packed: bool = False,
@@ -117,13 +117,14 @@ def warm_up(
 
     Args:
         config, causal: as in `nsa`; dtype: of q, k and v; backward: backward too.
-        shapes: (B, T, Hq, Hkv, D) of each call; most calls that differ in B or T alone launch the same kernels.
+        shapes: (B, T, Hq, Hkv, D) or (B, T, Hq, Hkv, D, Dv) of each call; most calls that differ in B or T alone launch
+            the same kernels.
         packed: the calls are of B packed sequences of T tokens, and of as many of any lengths with starts on the GPU.
         gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
         projected: with ``compress_k_weight`` and ``compress_v_weight``.
 
     Raises:
-        ValueError: a shape is not (B, T, Hq, Hkv, D).
+        ValueError: a shape has neither 5 nor 6 sizes.
         NotImplementedError: there are no kernels for this architecture.
         RuntimeError: a kernel does not compile, or kernels are not kept on disk.
 
@@ -132,11 +133,11 @@ def warm_up(
     """
     begin, calls = time.perf_counter(), []
     for shape in shapes:
-        if len(shape) != 5:
-            raise ValueError(f"a shape must be (B, T, Hq, Hkv, D), got {shape!r}")
-        B, T, Hq, Hkv, D = shape
+        if len(shape) not in (5, 6):
+            raise ValueError(f"a shape must be (B, T, Hq, Hkv, D) or (B, T, Hq, Hkv, D, Dv), got {shape!r}")
+        B, T, Hq, Hkv, D, Dv = (*shape, shape[4])[:6]
         tokens = (B * T,) if packed else (B, T)
-        named = argument_shapes(tokens, tokens, Hq, Hkv, *native_dims(D, D), gate=gate, projected=projected)
+        named = argument_shapes(tokens, tokens, Hq, Hkv, *native_dims(D, Dv), gate=gate, projected=projected)
         tensors = tuple((name, size, dtype) for name, size in named.items())
         plan = MemoryPlan(((0, Hkv),), kept_in_graphs(MemoryPolicy(), backward))
         # Where the host does not know lengths, lists have capacity for one sequence of all tokens.

@@ -304,6 +304,18 @@ def test_packed_calls_are_warm_wherever_their_starts_are(monkeypatch: pytest.Mon
     assert all(len(c.spec.lengths) == 8 and sum(c.spec.lengths) == c.tensors[0][1][0] == 4096 for c in asked)
 
 
+def test_head_dimensions_are_warm_as_they_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Signature] = []
+    monkeypatch.setattr(api, "compile_calls", lambda calls, **_: asked.extend(calls) or [])
+    monkeypatch.setattr(api, "_own_target", dict)
+    api.warm_up(NSAConfig(), [(1, 512, 4, 2, 80), (1, 512, 4, 2, 192, 128), (1, 512, 4, 2, 80, 40)])
+    sizes = [{name: size[-1] for name, size, _ in call.tensors} for call in asked]
+    assert [(size["q"], size["v"]) for size in sizes] == [(96, 96), (192, 128), (96, 96)]
+    assert asked[0].spec.softmax_scale == 80**-0.5
+    with pytest.raises(ValueError, match=r"a shape must be \(B, T, Hq, Hkv, D\) or .*Dv\), got \(1, 512, 4, 2\)"):
+        api.warm_up(NSAConfig(), [(1, 512, 4, 2)])
+
+
 @pytest.mark.parametrize("arch, found", [(0, "no GPU"), (80, "no kernels for sm_80")])
 def test_warming_up_without_kernels_says_what_to_set(arch: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "device_arch", lambda: arch)

@@ -178,7 +178,7 @@ UNFIT = {
         "--jobs=0": "argument --jobs: must be at least 1",
         "--shape=B": "--shape needs --seqlen",
         "--seqlen=1K --all": "--all is for calls that cover the options",
-        "--seqlen=1K --head-dim=100": "the kernels do not support any other head dimensions",
+        "--seqlen=1K --head-dim=100": "the kernels do not support head dimensions other than multiples of 8 from 16",
         "--seqlen=1K --q-tile=128 --block-counts=65": "the kernels do not support block_counts above 64",
         "--seqlen=1K --kv-heads=3": "--kv-heads must divide --heads",
     },

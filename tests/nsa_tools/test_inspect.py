@@ -46,5 +46,5 @@ def test_explain_backend() -> None:
     padded = "kernels for sm_90, with rows that are copied to D 96, Dv 96"
     assert inspect.explain_backend(replace(shape, D=88, Dv=80), 90) == ("cute", padded)
     backend, reason = inspect.explain_backend(replace(shape, D=264), 100)
-    assert backend == "none" and "any other head dimensions" in reason
+    assert backend == "none" and "head dimensions other than multiples of 8 from 16 to 256, Dv <= D" in reason
     assert inspect.explain_backend(replace(shape, Hq=30), 90)[0] == "none"
