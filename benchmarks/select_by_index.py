@@ -3,8 +3,9 @@
     python benchmarks/select_by_index.py [--seqlen 65536 262144] [--heads 8 4] [--dims 16 32 64 128] [--one-key]
 
 bf16, blocks of 64, 16 of them a token, scores of random rows. Products are T^2 / 2 x 2 Di of each head at 600 TFLOP/s;
-maxima are T^2 / 2 of each head at the rate that this benchmark measures first, of fp32 maxima of two registers.
-"over" is the time over the longer of both. Medians of CUDA-event timings after a warm-up, calls interleaved.
+maxima are T^2 / 2 of each head at the rate of fp32 maxima of two registers, which is timed between the choices: a card
+that products have heated is slower at both. "over" is the time over the longer of both. Medians of CUDA-event timings
+after a warm-up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -52,15 +54,14 @@ class Maxima:
         cute.autovec_copy(x, row)
 
 
-def maxima_per_second(*, rounds: int = 20_000) -> float:
-    """fp32 maxima of two registers that all SMs of the current GPU take in a second."""
+def maxima_call(*, rounds: int = 20_000) -> tuple[Callable[[], None], int]:
+    """A call in which all SMs of the current GPU take fp32 maxima of two registers, and how many."""
     threads = 4 * Maxima.threads * torch.cuda.get_device_properties(0).multi_processor_count
     x = torch.randn(threads * Maxima.width, device="cuda")
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     fake = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,), assumed_align=16)
     run = cute.compile(Maxima(), fake, Int32(rounds), stream, options="--enable-tvm-ffi")
-    timings = interleaved({"maxima": lambda: run(x, rounds)}, repeats=5, device="cuda", label="fp32 maxima")
-    return x.numel() * rounds / (statistics.median(timings["maxima"]) / 1e3)
+    return lambda: run(x, rounds), x.numel() * rounds
 
 
 def main() -> None:
@@ -74,17 +75,14 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("select_by_index.py measures on a GPU, and PyTorch finds none")
-    rate = maxima_per_second()
-    print(f"{rate / 1e12:.2f} T fp32 maxima a second")
-    rows = []
-    for T, Hs in product(args.seqlen, args.heads):
-        calls = {Di: call_of(T, Hs, Di, one_key=args.one_key) for Di in args.dims}
-        timings = interleaved(calls, repeats=args.repeats, device="cuda", label=f"T {T:,} Hs {Hs}")
-        for Di, milliseconds in timings.items():
-            scores, ms = T * T / 2 * Hs, statistics.median(milliseconds)
-            products, maxima = (1e3 * seconds for seconds in (scores * 2 * Di / PRODUCTS, scores / rate))
-            sizes = dict(T=T, Hs=Hs, Di=Di)
-            rows.append(sizes | dict(ms=ms, products=products, maxima=maxima, over=ms / max(products, maxima)))
+    (maxima, taken), rows = maxima_call(), []
+    for T, Hs, Di in product(args.seqlen, args.heads, args.dims):
+        calls = dict(choice=call_of(T, Hs, Di, one_key=args.one_key), maxima=maxima)
+        timings = interleaved(calls, repeats=args.repeats, device="cuda", label=f"T {T:,} Hs {Hs} Di {Di}")
+        ms, each = (statistics.median(timings[name]) for name in ("choice", "maxima"))
+        scores = T * T / 2 * Hs
+        bounds = dict(products=1e3 * scores * 2 * Di / PRODUCTS, maxima=each * scores / taken)
+        rows.append(dict(T=T, Hs=Hs, Di=Di, ms=ms, **bounds, over=ms / max(bounds.values())))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(tabulate(rows, headers="keys", tablefmt="pipe", floatfmt=("", "", "", ".3f", ".3f", ".3f", ".2f")))
