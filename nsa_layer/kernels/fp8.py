@@ -1,22 +1,17 @@
-"""Numbers of caches in FP8 (float8_e4m3fn) in registers, four to a word: to 16 and 32 bits, and from 32."""
+"""Numbers of caches in FP8 (float8_e4m3fn) in registers, four to a word: to fp16 and fp32, and from fp32."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 FP8 = cutlass.Float8E4M3FN
-# Two of a word's numbers, the lower ones and the upper ones, in 16 bits each: exact.
-_LOWER = "mov.b32 {two, none}, $1;"
-_UPPER = "mov.b32 {none, two}, $1;"
-_TO_HALF = "{ .reg .b16 two, none; %s cvt.rn.f16x2.e4m3x2 $0, two; }"
-_TO_BFLOAT = (
-    "{ .reg .b16 two, none, x, y; .reg .b32 both; .reg .f32 u, v; %s cvt.rn.f16x2.e4m3x2 both, two; "
-    "mov.b32 {x, y}, both; cvt.f32.f16 u, x; cvt.f32.f16 v, y; cvt.rn.bf16x2.f32 $0, v, u; }"
-)
+# Two of a word's numbers, the lower ones and the upper ones, in fp16: exact.
+_LOWER = "{ .reg .b16 two, none; mov.b32 {two, none}, $1; cvt.rn.f16x2.e4m3x2 $0, two; }"
+_UPPER = "{ .reg .b16 two, none; mov.b32 {none, two}, $1; cvt.rn.f16x2.e4m3x2 $0, two; }"
 _FROM_FLOATS = (
     "{ .reg .b16 lower, upper; cvt.rn.satfinite.e4m3x2.f32 lower, $2, $1; "
     "cvt.rn.satfinite.e4m3x2.f32 upper, $4, $3; mov.b32 $0, {lower, upper}; }"
@@ -30,10 +25,9 @@ def _asm(text: str, constraints: str, *operands: Int32 | Float32, loc: object = 
     return Int32(llvm.inline_asm(T.i32(), values, text, constraints, **static, loc=loc, ip=ip))
 
 
-def unpack(word: Int32, dtype: type[cutlass.Numeric]) -> tuple[Int32, Int32]:
-    """Four numbers in fp16 or bf16, two to a word."""
-    text = {Float16: _TO_HALF, BFloat16: _TO_BFLOAT}[dtype]
-    return _asm(text % _LOWER, "=r,r", word), _asm(text % _UPPER, "=r,r", word)
+def unpack(word: Int32) -> tuple[Int32, Int32]:
+    """Four numbers in fp16, two to a word."""
+    return _asm(_LOWER, "=r,r", word), _asm(_UPPER, "=r,r", word)
 
 
 def pack(x: list[Float32]) -> Int32:
@@ -56,7 +50,7 @@ def floats(x: cute.Tensor) -> list[Float32]:
     for i in range(size):
         whole[i] = x[i]
     for i in range(cute.size(whole) // 4):
-        words(halves)[2 * i], words(halves)[2 * i + 1] = unpack(words(whole)[i], Float16)
+        words(halves)[2 * i], words(halves)[2 * i + 1] = unpack(words(whole)[i])
     return [halves[i].to(Float32) for i in range(size)]
 
 

@@ -1,4 +1,4 @@
-"""Attention of 16 rows over keys, 16 at a time, by one warp: mma.sync straight from registers.
+"""Attention of 16 rows over keys, 16 or 32 at a time, by one warp: mma.sync straight from registers.
 
 Rows are (token, head) pairs of one key/value head. Keys and values go from memory to registers in pieces of 16 bytes
 and nowhere between, which the order of a product's sum allows: lane (g, c) = (lane // 4, lane % 4) holds
@@ -10,9 +10,12 @@ and nowhere between, which the order of a product's sum allows: lane (g, c) = (l
   the columns ``8 n j + 2 n c .. + 2 n - 1``.
 
 A row may be shorter than the pieces of all lanes: its last piece is read again in place of those behind it, where q has
-zeros, and where columns of the sum are nobody's. Of caches in FP8 n is 16, but 8 for values of up to 64 elements. Keys
-become q's dtype on their way to the product, values and their weights fp16, all exactly; scales are factors of scores,
-and of the sums.
+zeros, and where columns of the sum are nobody's.
+
+Of caches in FP8 n is 16, but 8 for values of up to 64 elements. 32 keys of them are as many bytes in flight as 16 of 16
+bits; those from the 17th on lie over the lanes like the others. Keys, values and weights of values become fp16 on
+their way to the product, exactly, and q, too: a power of two brings each row of it into fp16's range, and is a factor
+of its scores, like the scale of the keys.
 
 `TokenTile` is a token's heads, which attend to a share of its tokens: of listed blocks, or of its window.
 """
@@ -20,17 +23,20 @@ and of the sums.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from nsa_layer.kernels.decode.cache_rows import Sequence, Stored, Table, new_row
 from nsa_layer.kernels.decode.partial_sums import COLUMNS, Part, finite
-from nsa_layer.kernels.decode.spec import KEYS, ROWS, VECTOR, WARP, DecodeSpec
+from nsa_layer.kernels.decode.spec import ROWS, VECTOR, WARP, DecodeSpec
 from nsa_layer.kernels.fp8 import FP8, unpack, words
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
+from nsa_layer.kernels.select_by_tile.register_topk import reduce_tree
+from nsa_layer.kernels.select_by_tile.split_fp16 import powers_of_two
 from nsa_layer.kernels.varlen import load_once
 
 PREFETCHED = 64  # bytes, which a GPU's memory gives at once
@@ -41,10 +47,10 @@ class WarpRows:
     """Registers of one lane.
 
     Attributes:
-        q: [8, D / 16], first operands; D and Dv up to whole pieces here.
-        k, v: [n, D / 4 n, 2] and [n, Dv / 8 n, 4].
+        q: [8, D / 16], first operands, for keys in FP8 in fp16; D and Dv up to whole pieces here.
+        k, v: [n, D / 4 n, keys / 8] and [n, Dv / 8 n, keys / 4].
         acc: fp32 [4, Dv / 8].
-        scale: fp32 [1], of scores of keys in FP8, in units of log2; of others it is scale_log2.
+        scale: fp32 [2], of each row's scores of keys in FP8, in units of log2; of others it is scale_log2.
         top, total: fp32 [2]: each row's maximum, in units of log2, and this lane's share of its sum.
     """
 
@@ -65,13 +71,13 @@ class WarpRows:
         self.acc.fill(0.0)
 
     def load_k(self, keys: list[cute.Tensor]) -> None:
-        """keys: rows [D] of the keys g and g + 8."""
+        """keys: rows [D] of the keys of `own_keys`."""
         for i, row in enumerate(keys):
             for target, at in self.parts(0, i):
                 load_once(vector(row, at, target), target)
 
     def load_v(self, values: list[cute.Tensor]) -> None:
-        """values: rows [D] of the values 2 c, 2 c + 1, 2 c + 8 and 2 c + 9."""
+        """values: rows [D] of the values of `own_keys`."""
         for i, row in enumerate(values):
             for target, at in self.parts(1, i):
                 load_once(vector(row, at, target), target)
@@ -87,57 +93,60 @@ class WarpRows:
         return [(x[None, p, i], index) for p, index in enumerate(indices)]
 
     def scores(self) -> list[Float32]:
-        """Scaled scores: rows g, g, g + 8, g + 8 and keys 2 c, 2 c + 1 twice; then keys 2 c + 8, 2 c + 9."""
-        found, scale = [], self.scale[0] if const_expr(self.k.element_type == FP8) else self.scale_log2
-        for i in range(2):
+        """Scaled scores: rows g, g, g + 8, g + 8 and keys 2 c, 2 c + 1 twice; then keys 2 c + 8, 2 c + 9; and so on."""
+        found, in_fp8 = [], self.k.element_type == FP8
+        scale = [self.scale[r] if const_expr(in_fp8) else self.scale_log2 for r in range(2)]
+        for i in range(self.k.shape[2]):
             sums = cute.make_rmem_tensor(((2, 2), 1, 1), Float32)
             sums.fill(0.0)
             for step in range(self.q.shape[1]):
                 steps = self.k.shape[0] // 4
-                if const_expr(self.k.element_type == FP8):
-                    b = unpack(words(self.k)[step % steps, step // steps, i], self.q.element_type)
+                if const_expr(in_fp8):
+                    b = unpack(words(self.k)[step % steps, step // steps, i])
                 else:
                     b = [self.k[step % steps * 4 + x, step // steps, i] for x in range(4)]
                 multiply(sums, [self.q[x, step] for x in range(8)], b, self.q.element_type)
-            found += [sums[x] * scale for x in range(4)]
+            found += [sums[x] * scale[x // 2] for x in range(4)]
         return found
 
     def add(self, scores: list[Float32]) -> None:
         """Add values, weighted by exponentials of scores, -inf where a row does not see a key."""
-        weights, in_fp8 = [None] * 8, self.v.element_type == FP8
-        dtype = cutlass.Float16 if in_fp8 else self.v.element_type
+        products = len(scores) // 8
+        weights, in_fp8 = [[None] * 8 for _ in range(products)], self.v.element_type == FP8
+        dtype = Float16 if in_fp8 else self.v.element_type
         shrink = []
         for r in range(2):
-            own = [Float32(scores[x]) for x in (2 * r, 2 * r + 1, 4 + 2 * r, 5 + 2 * r)]
-            highest = cute.arch.fmax(cute.arch.fmax(own[0], own[1]), cute.arch.fmax(own[2], own[3]))
-            highest = cute.arch.fmax(self.top[r], cute.arch.warp_reduction_max(highest, threads_in_group=4))
+            own = [Float32(scores[x]) for x in range(len(scores)) if x % 4 // 2 == r]
+            highest = cute.arch.warp_reduction_max(reduce_tree(cute.arch.fmax, own), threads_in_group=4)
+            highest = cute.arch.fmax(self.top[r], highest)
             shift = finite(highest)
             p = [exp2(x - shift) for x in own]
             shrink.append(exp2(self.top[r] - shift))
             self.top[r] = highest
-            self.total[r] = self.total[r] * shrink[r] + ((p[0] + p[1]) + (p[2] + p[3]))
-            for x in range(4):
-                weights[x // 2 * 4 + 2 * r + x % 2] = p[x].to(dtype)
+            self.total[r] = self.total[r] * shrink[r] + reduce_tree(add, p)
+            for x in range(4 * products):
+                weights[x // 4][x % 4 // 2 * 4 + 2 * r + x % 2] = p[x].to(dtype)
         size = self.v.shape[0]
         for column in range(self.acc.shape[1]):
             j, e = column // size, column % size
             sums = cute.make_rmem_tensor(((2, 2), 1, 1), Float32)
             for x in range(4):
                 sums[x] = self.acc[x, column] * shrink[x // 2]
-            if const_expr(in_fp8):
-                if const_expr(e % 2 == 0):
-                    pairs = [self.of_rows(j, e, x) for x in (0, 2)]
-                b = [pair[e % 2] for pair in pairs]
-            else:
-                b = [self.v[e, j, x] for x in range(4)]
-            multiply(sums, weights, b, dtype)
+            if const_expr(in_fp8 and e % 2 == 0):
+                pairs = [self.of_rows(j, e, x) for x in range(0, 4 * products, 2)]
+            for i in range(products):
+                if const_expr(in_fp8):
+                    b = [pair[e % 2] for pair in pairs[2 * i : 2 * i + 2]]
+                else:
+                    b = [self.v[e, j, 4 * i + x] for x in range(4)]
+                multiply(sums, weights[i], b, dtype)
             for x in range(4):
                 self.acc[x, column] = sums[x]
 
     def of_rows(self, j: int, e: int, x: int) -> tuple[Int32, Int32]:
         """Elements e, and e + 1, of the values x and x + 1 in FP8, in fp16: one word each."""
         first, second = (words(self.v)[e // 4, j, x + i] for i in range(2))
-        return unpack(cute.arch.prmt(first, second, 0x7362 if e % 4 else 0x5140), cutlass.Float16)
+        return unpack(cute.arch.prmt(first, second, 0x7362 if e % 4 else 0x5140))
 
 
 def multiply(sums: cute.Tensor, a: list, b: list, dtype: type[cutlass.Numeric]) -> None:
@@ -166,9 +175,10 @@ def no_rows(
     columns = spec.columns_of_sums
     n, m = (16, columns // 8) if stored == FP8 else (VECTOR, VECTOR)  # elements of a load of keys, of values
     pieces = -(-spec.D // (4 * n))
-    q = cute.make_rmem_tensor((8, pieces * n // 4), dtype)
-    k, v = (cute.make_rmem_tensor(shape, stored) for shape in ((n, pieces, 2), (m, columns // (8 * m), 4)))
-    acc, scale, top, total = (cute.make_rmem_tensor(shape, Float32) for shape in ((4, columns // 8), (1,), (2,), (2,)))
+    q = cute.make_rmem_tensor((8, pieces * n // 4), Float16 if stored == FP8 else dtype)
+    of_k, of_v = (n, pieces, spec.keys // 8), (m, columns // (8 * m), spec.keys // 4)
+    k, v = (cute.make_rmem_tensor(shape, stored) for shape in (of_k, of_v))
+    acc, scale, top, total = (cute.make_rmem_tensor(shape, Float32) for shape in ((4, columns // 8), (2,), (2,), (2,)))
     return WarpRows(spec.dims, scale_log2, q, k, v, acc, scale, top, total)
 
 
@@ -176,25 +186,28 @@ def set_queries(rows: WarpRows, queries: list[cute.Tensor], scale: Float32) -> N
     """queries: rows [D] of q: row g's and row g + 8's; scale: of the keys."""
     c, n = cute.arch.lane_idx() % 4, rows.k.shape[0]
     pieces = n * rows.k.shape[1] // VECTOR
-    rows.scale[0] = rows.scale_log2 * scale
     for r, row in enumerate(queries):
-        for p in range(pieces):
-            piece, first = cute.make_rmem_tensor((VECTOR,), row.element_type), VECTOR * p % n  # of this lane's n
+        held = [cute.make_rmem_tensor((VECTOR,), row.element_type) for _ in range(pieces)]
+        for p, piece in enumerate(held):
+            first = VECTOR * p % n  # of this lane's n
             at, count = ((VECTOR * p // n) * 4 + c) * (n // VECTOR) + first // VECTOR, rows.dims[0] // VECTOR
             whole = pieces * 4 == count
             load_once(vector(row, at if whole else cutlass.min(at, count - 1)), piece)
-            for x in range(VECTOR):
-                step, half, pair = 2 * p + x // 4, x % 4 // 2, x % 2
-                if not whole:
-                    piece[x] = cutlass.select_(at < count, piece[x], piece.element_type(0.0))
-                rows.q[4 * half + 2 * r + pair, step] = piece[x]
+            for x in range(VECTOR if not whole else 0):
+                piece[x] = cutlass.select_(at < count, piece[x], piece.element_type(0.0))
+        numbers = [piece[x] for piece in held for x in range(VECTOR)]
+        if const_expr(rows.k.element_type == FP8):
+            up, down = powers_of_two([x.to(Float32) for x in numbers], 4)
+            rows.scale[r] = rows.scale_log2 * scale * down
+            numbers = [(x.to(Float32) * up).to(Float16) for x in numbers]
+        for i, number in enumerate(numbers):
+            rows.q[i % 4 // 2 * 4 + 2 * r + i % 2, i // 4] = number
 
 
-def own_keys() -> tuple[list[Int32], list[Int32]]:
-    """The keys, of `KEYS`, whose keys and whose values a lane loads."""
+def own_keys(keys: int) -> tuple[list[Int32], list[Int32]]:
+    """The keys, of so many, whose keys and whose values a lane loads."""
     g, c = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-    assert KEYS == 16
-    return [g, g + 8], [2 * c, 2 * c + 1, 2 * c + 8, 2 * c + 9]
+    return [g + i for i in range(0, keys, 8)], [2 * c + i + x for i in range(0, keys, 8) for x in range(2)]
 
 
 @cute.jit
@@ -286,12 +299,12 @@ class TokenTile:
         return self.head * self.spec.G + self.first + row
 
     def first_of(self, sList: cute.Tensor | None, group: Int32, groups: Int32) -> Int32:
-        """The first token of a group of 16, of the last one if there are fewer: in listed blocks, or in the window."""
+        """The first token of a step's group, of the last one if there are fewer: in listed blocks, or in the window."""
         spec, group = self.spec, cutlass.min(group, groups - 1)
         if const_expr(sList is None):
-            return cutlass.max(self.t - spec.window + 1, 0) + group * KEYS
-        in_block = spec.block_size // KEYS
-        return sList[group // in_block] * spec.block_size + group % in_block * KEYS
+            return cutlass.max(self.t - spec.window + 1, 0) + group * spec.keys
+        in_block = spec.block_size // spec.keys
+        return sList[group // in_block] * spec.block_size + group % in_block * spec.keys
 
     def set_queries(self, rows: WarpRows, mQ: cute.Tensor, stored: Stored) -> None:
         """stored: whose keys they ask."""
@@ -312,8 +325,8 @@ class TokenTile:
 
     @cute.jit
     def load(self, rows: WarpRows, stored: Stored, i: cutlass.Constexpr[int], table: Table, page: Int32, first: Int32):
-        """Load keys (i = 0) or values (i = 1) of 16 tokens; page: as `page` has it."""
-        at = own_keys()[i]
+        """Load keys (i = 0) or values (i = 1) of a step's tokens; page: as `page` has it."""
+        at = own_keys(self.spec.keys)[i]
         tokens = [self.row_of(stored, i, table, page, first, n) for n in at]
         if const_expr(i == 0):
             rows.load_k(tokens)
@@ -322,10 +335,10 @@ class TokenTile:
 
     @cute.jit
     def read_rounded(self, rows: WarpRows, stored: Stored, i: cutlass.Constexpr[int], first: Int32):
-        """Replace those of 16 loaded keys or values that this call appends by what is `Stored.rounded`."""
+        """Replace those of the loaded keys or values that this call appends by what is `Stored.rounded`."""
         if const_expr(stored.rounded[i] is not None):
-            at, begin = own_keys()[i], self.sequence.position(Int32(0))
-            if first + KEYS > begin:
+            at, begin = own_keys(self.spec.keys)[i], self.sequence.position(Int32(0))
+            if first + self.spec.keys > begin:
                 for x in cutlass.range_constexpr(len(at)):
                     past = cutlass.min(first + at[x], self.t) - begin
                     if past >= 0:
@@ -336,12 +349,12 @@ class TokenTile:
     def prefetch_window(self, stored: Stored, groups: Int32):
         """Bring this warp's second group of the window to the L2."""
         group, lane = self.group + self.shares * self.warps, cute.arch.lane_idx()
-        pieces = max(WARP // KEYS, self.spec.Dv * stored.caches[0].element_type.width // (8 * PREFETCHED))
+        pieces = max(WARP // self.spec.keys, self.spec.Dv * stored.caches[0].element_type.width // (8 * PREFETCHED))
         pieces = 1 << (pieces.bit_length() - 1)
         if group < groups:
             first, table = self.first_of(None, group, groups), stored.table(self.sequence)
             page = self.page(table, first)
-            for key in cutlass.range_constexpr(0, KEYS, WARP // pieces):
+            for key in cutlass.range_constexpr(0, self.spec.keys, WARP // pieces):
                 for i in cutlass.range_constexpr(2):
                     row = self.row_of(stored, i, table, page, first, key + lane // pieces)
                     piece = row.iterator + lane % pieces * (self.spec.dims[i] // pieces)
@@ -363,7 +376,7 @@ class TokenTile:
                 if now + step < groups:
                     self.load(rows, stored, 0, table, page, after)
                     self.read_rounded(rows, stored, 0, after)
-                for x in cutlass.range_constexpr(8):
+                for x in cutlass.range_constexpr(len(scores)):
                     seen = at + x // 4 * 8 + 2 * c + x % 2 <= t
                     scores[x] = cutlass.select_(seen, scores[x], -Float32.inf)
                 rows.add(scores)
@@ -375,8 +388,8 @@ class TokenTile:
                 page = self.page(table, after)
 
     def page(self, table: Table, at: Int32) -> Int32:
-        """In lane x % 16 that of token ``at + x``."""
-        return table.page(cutlass.min(at + cute.arch.lane_idx() % KEYS, self.t))
+        """In lane x, or x % 16 for steps of 16, that of token ``at + x``."""
+        return table.page(cutlass.min(at + cute.arch.lane_idx() % self.spec.keys, self.t))
 
     def row_of(self, stored: Stored, i: int, table: Table, page: Int32, first: Int32, n: Int32) -> cute.Tensor:
         """Row [D] of token ``first + n``, of token t if that is behind; page: as `page` has it."""

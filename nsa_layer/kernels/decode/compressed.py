@@ -19,7 +19,7 @@ from nsa_layer.kernels.decode.append import complete_keys, write_valid
 from nsa_layer.kernels.decode.attention import WarpRows, no_rows, own_keys, set_queries, write_partial
 from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, Sequence, Stored, Table, new_row
 from nsa_layer.kernels.decode.partial_sums import shared_partial, write_nothing
-from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, ROWS, WARP, WARPS, DecodeSpec, StepTensors
+from nsa_layer.kernels.decode.spec import LAUNCH, ROWS, WARP, WARPS, DecodeSpec, StepTensors
 
 LOG2_E = 1.4426950408889634
 
@@ -108,7 +108,7 @@ class RowTile:
     ) -> RowTile:
         """With one of the rows' `splits` shares of the keys; the last also has the keys that this call completes."""
         before, after = sequence.completed()
-        share = cute.ceil_div(cute.ceil_div(before, splits), KEYS * warps) * KEYS * warps
+        share = cute.ceil_div(cute.ceil_div(before, splits), spec.keys * warps) * spec.keys * warps
         begin = cutlass.min(split * share, before)
         end = cutlass.select_(split == splits - 1, after, cutlass.min(begin + share, before))
         last = sequence.position(cutlass.min((first + count - 1) // spec.G, sequence.T - 1))
@@ -119,7 +119,7 @@ class RowTile:
     @property
     def first_key(self) -> Int32:
         """The first key of this warp."""
-        return self.begin + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * KEYS
+        return self.begin + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.keys
 
     def own(self) -> list[Int32]:
         """The rows g and g + 8."""
@@ -135,8 +135,8 @@ class RowTile:
         set_queries(rows, queries, keys.scale(0, self.head))
 
     def page(self, at: Int32) -> Int32:
-        """In lane x % 16 that of key ``at + x``."""
-        return self.table.page(cutlass.min(at + cute.arch.lane_idx() % KEYS, self.end - 1))
+        """In lane x, or x % 16 for steps of 16, that of key ``at + x``."""
+        return self.table.page(cutlass.min(at + cute.arch.lane_idx() % self.spec.keys, self.end - 1))
 
     def row_of(self, cache: cute.Tensor, page: Int32, first: Int32, i: Int32) -> cute.Tensor:
         """Row [D] of key ``first + i``, of the last one if that is behind; page: as `page` has it."""
@@ -147,10 +147,10 @@ class RowTile:
 
     @cute.jit
     def load_first(self, rows: WarpRows, keys: Stored):
-        """Load this warp's first 16 keys."""
+        """Load the keys of this warp's first step."""
         at = self.first_key
         if at < self.end:
-            page, (k_at, v_at) = self.page(at), own_keys()
+            page, (k_at, v_at) = self.page(at), own_keys(self.spec.keys)
             rows.load_k([self.row_of(keys.caches[0], page, at, i) for i in k_at])
             rows.load_v([self.row_of(keys.caches[1], page, at, i) for i in v_at])
 
@@ -160,10 +160,10 @@ class RowTile:
         lane, end = cute.arch.lane_idx(), self.end
         c = lane % 4
         seen = [self.sequence.keys_end(self.sequence.position(self.token(row))) for row in self.own()]
-        k_at, v_at = own_keys()
+        k_at, v_at = own_keys(self.spec.keys)
         at = self.first_key
         if at < end:
-            step = KEYS * self.warps
+            step = self.spec.keys * self.warps
             page = self.page(at + step)
             for now in cutlass.range(at, end, step, unroll=1):
                 scores = rows.scores()
@@ -171,7 +171,7 @@ class RowTile:
                 if after < end:
                     rows.load_k([self.row_of(keys.caches[0], page, after, i) for i in k_at])
                 self.write_scores(scores, now, scores_out)
-                for x in cutlass.range_constexpr(8):
+                for x in cutlass.range_constexpr(len(scores)):
                     key, r = now + x // 4 * 8 + 2 * c + x % 2, x % 4 // 2
                     scores[x] = cutlass.select_(key < cutlass.min(seen[r], end), scores[x], -Float32.inf)
                 rows.add(scores)
@@ -180,13 +180,13 @@ class RowTile:
                 page = self.page(after + step)
 
     def write_scores(self, scores: list[Float32], now: Int32, to: cute.Tensor) -> None:
-        """Write the scores of 16 keys, for which `to` has capacity; lanes without a row of their own have another's."""
+        """Write a step's scores, for which `to` has capacity; lanes without a row of their own have another's."""
         c = cute.arch.lane_idx() % 4
         for r, row in enumerate(self.own()[: -(-self.spec.rows // 8)]):
-            for half in range(2):
+            for i in range(len(scores) // 4):
                 pair = cute.make_rmem_tensor((2,), Float32)
-                pair[0], pair[1] = scores[4 * half + 2 * r], scores[4 * half + 2 * r + 1]
-                cute.autovec_copy(pair, cute.local_tile(to[row, None], (2,), (now // 2 + 4 * half + c,)))
+                pair[0], pair[1] = scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]
+                cute.autovec_copy(pair, cute.local_tile(to[row, None], (2,), (now // 2 + 4 * i + c,)))
 
     @cute.jit
     def write(

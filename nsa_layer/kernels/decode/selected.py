@@ -26,7 +26,6 @@ from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, Sequence, new_r
 from nsa_layer.kernels.decode.compressed import LOG2_E, RowTile
 from nsa_layer.kernels.decode.partial_sums import AT_ONCE, COLUMNS, Part, finite, fragment, shared_partial
 from nsa_layer.kernels.decode.spec import (
-    KEYS,
     LAUNCH,
     RESIDENT,
     ROWS,
@@ -113,7 +112,7 @@ class SelectedDecode:
         scores = mScores[b, head, None, None]
         groups = Int32(0)
         if const_expr(spec.window):
-            groups = cute.ceil_div(cutlass.min(own.t + 1, spec.window), KEYS)
+            groups = cute.ceil_div(cutlass.min(own.t + 1, spec.window), spec.keys)
             groups = cutlass.select_(own.token < sequence.T, groups, Int32(0))
         if const_expr(whole):
             sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
@@ -161,7 +160,7 @@ class SelectedDecode:
         if const_expr(mLists is not None):
             if valid & (own.token < sequence.T) & (own.share == 0) & (own.first == 0):
                 write_list(mLists[b, own.token, head, None], sList, listed)
-        groups = cutlass.select_(valid & (own.token < sequence.T), listed * (spec.block_size // KEYS), Int32(0))
+        groups = cutlass.select_(valid & (own.token < sequence.T), listed * (spec.block_size // spec.keys), Int32(0))
         own.load_first(rows, mQ, caches.tokens, sList, groups)
         if const_expr(not (whole or spec.by_index)):
             share.merge_compressed(merged, stats, acc)

@@ -29,6 +29,7 @@ class DecodeSpec:
         init, local: forced blocks at the sequence's begin, and up to a token's own.
         by_index: blocks are selected by their scores of an index; there is no compressed branch.
         columns: of the gates: numbers of the branches.
+        keys: of a warp's step, 16 or 32.
         D, Dv: multiples of 8, at most 128; D of an index is a power of two.
     """
 
@@ -47,6 +48,7 @@ class DecodeSpec:
     appends: bool
     by_index: bool = False
     columns: tuple[int, ...] = (0, 1, 2)
+    keys: int = KEYS
 
     @property
     def dims(self) -> tuple[int, int]:

@@ -103,7 +103,7 @@ def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tup
         compressed_capacity = cache.k_cmp_cache.shape[1]
         if cache.cmp_page_table is not None:
             compressed_capacity *= cache.cmp_page_table.shape[1]
-        length = max(1, -(-call.config.compressed_length(capacity) // KEYS)) * KEYS
+        length = max(1, -(-call.config.compressed_length(capacity) // kernel.keys)) * kernel.keys
         scores = q.new_empty(B, Hkv, R, length, dtype=torch.float32)
     stats, acc = (
         q.new_empty(B, Hkv, R, cmp, n, dtype=torch.float32) if cmp else None for n in (2, kernel.columns_of_sums)
@@ -163,8 +163,20 @@ def _kernel_spec(call: Call, T: int) -> DecodeSpec:
         stride=config.stride, offset=config.offset, block_size=config.block_size, n=config.block_counts,
         window=config.window_size * config.computes("window"),
         init=config.init_blocks, local=config.local_blocks, appends=call.k is not None,
-        by_index=config.rule == "index", columns=config.of_branches(range(3)),
+        by_index=config.rule == "index", columns=config.of_branches(range(3)), keys=_keys_of_step(call),
     )  # fmt: skip
+
+
+def _keys_of_step(call: Call) -> int:
+    """As many, of one block, as give a warp enough bytes in flight, where thread blocks are not too few to share."""
+    in_fp8, pairs = call.cache.in_fp8, call.config.block_size % (2 * KEYS) == 0
+    return 2 * KEYS if in_fp8 and pairs and _token_units(call) > _slots() // RESIDENT else KEYS
+
+
+def _token_units(call: Call) -> int:
+    """Tiles of 16 rows of one token's."""
+    Hkv = call.cache.k_cache.shape[2]
+    return call.B * Hkv * call.longest * -(-call.q.shape[-2] // Hkv // ROWS)
 
 
 def _splits(call: Call, T: int) -> tuple[int, int, int]:
@@ -173,7 +185,7 @@ def _splits(call: Call, T: int) -> tuple[int, int, int]:
     config, Hkv = call.config, call.cache.k_cache.shape[2]
     G, units = call.q.shape[-2] // Hkv, call.B * Hkv
     length, listed = config.compressed_length(call.cache.capacity), config.block_counts * config.block_size
-    rows, units = units * -(-T * G // ROWS), units * T * -(-G // ROWS)  # 16 of all, and of a token's
+    rows, units = units * -(-T * G // ROWS), _token_units(call)  # 16 of all, and of a token's
     if config.rule == "index":
         return 0, _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True), WARPS
     cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
@@ -189,7 +201,7 @@ def _splits(call: Call, T: int) -> tuple[int, int, int]:
 
 def _num_splits(call: Call, keys: int, units: int, warps: int, most: int, clusters: bool) -> int:
     """Thread blocks of so many warps that share the keys of one of `units`."""
-    steps = -(-keys // (KEYS * warps))
+    steps = -(-keys // (_keys_of_step(call) * warps))
     most = max(1, min(steps, most))
     slots = _slots() * WARPS // warps
     return min(call.cache.num_splits, most) if call.cache.num_splits else _fastest(most, steps, units, slots, clusters)

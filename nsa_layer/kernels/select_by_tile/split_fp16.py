@@ -48,14 +48,18 @@ def largest(share: list[Float32], lanes: int) -> Float32:
     return cute.arch.warp_reduction_max(top, threads_in_group=lanes)
 
 
-def split(share: list[Float32], lanes: int, row: cute.Tensor, lane: Int32, active: bool, *, shift: int = 0) -> Float32:
-    """Write a thread's share of a row as [hi | lo], 2 D numbers of fp16, where `active`.
-
-    Returns the row's scale times ``2 ** shift``, or the highest power of two if that is less.
-    """
+def powers_of_two(share: list[Float32], lanes: int, *, shift: int = 0) -> tuple[Float32, Float32]:
+    """The factor that brings a row's largest element to [2^14, 2^15), and its inverse times ``2 ** shift``, or the
+    highest power of two if that is less."""
     exponent = (bits_of(largest(share, lanes)) >> 23) & 0xFF
     exponent = cutlass.max(exponent, LEAST_EXPONENT + max(0, -shift))
-    up, scale = float_of((254 + TOP - exponent) << 23), float_of(cutlass.min(exponent - TOP + shift, 254) << 23)
+    return float_of((254 + TOP - exponent) << 23), float_of(cutlass.min(exponent - TOP + shift, 254) << 23)
+
+
+def split(share: list[Float32], lanes: int, row: cute.Tensor, lane: Int32, active: bool, *, shift: int = 0) -> Float32:
+    """Write a thread's share of a row as [hi | lo], 2 D numbers of fp16, where `active`; returns its scale, as
+    `powers_of_two` has it."""
+    up, scale = powers_of_two(share, lanes, shift=shift)
     hi, lo = (cute.make_rmem_tensor((VECTOR,), Float16) for _ in range(2))
     for c, x in enumerate(share):
         hi[c] = (x * up).to(Float16)
