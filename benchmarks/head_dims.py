@@ -5,7 +5,7 @@
 
 bf16, lists of 16 blocks of 64 a token, drawn like those of a trained model (`kernels_alone.trained_lists`). TFLOP/s
 count the products over the listed keys that the definition has, 2 of them in forward and 5 in backward; "rate" is their
-share of those at 128/128 in the same run, "padded" the time over that of the native dimensions that rows are copied to.
+share of those at 128/128 in the same run, "padded" the time over that of the native dimensions that tiles have.
 With --branches: the layer with the compressed branch alone and with the window alone, and dense causal attention by the
 fork's kernel, at native dimensions; TFLOP/s count the products over visible pairs, "of dense" is their share of dense
 attention's at the same dimensions. Medians of CUDA-event timings after a warm-up; calls are interleaved, on inputs that

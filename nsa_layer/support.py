@@ -65,6 +65,17 @@ def native_dims(D: int, Dv: int) -> tuple[int, int]:
     return next((dims for dims in NATIVE_DIMS if dims[0] >= D and dims[1] >= Dv), (D, Dv))
 
 
+def kernel_dims(call: Call, *, needs_grad: bool) -> tuple[int, int]:
+    """The dimensions of the rows that the kernels read for a call: native ones, or those that it has. TMA puts zeros
+    behind rows of the selected branch alone, on Hopper, without a gradient, if a tile holds whole tokens."""
+    dims, native = call.dims, native_dims(*call.dims)
+    in_place = call.one_branch and not needs_grad and UNION_ROWS % call.q_heads_per_list == 0
+    if dims == native or not in_place or call.k.shape[-1] != dims[0]:
+        return native
+    on_hopper = kernel_family(device_arch(call.q.device.index)) == 90
+    return dims if on_hopper and reads_unions(call.config, native[0], listed=call.spec.listed) else native
+
+
 def _has_other_dims(call: Call) -> bool:
     D, Dv = dims = call.dims
     return native_dims(*dims) not in NATIVE_DIMS or Dv > D or Dv < LEAST_DIM or any(d % DIM_STEP for d in dims)
@@ -96,7 +107,8 @@ def _has_too_many_overlaps(call: Call) -> bool:
 SUPPORTED = (
     *(f"dtype {str(dtype).removeprefix('torch.')}" for dtype in KERNEL_DTYPES),
     *(f"head dimensions {dims}" for dims in NATIVE_DIMS),
-    f"other {MULTIPLES}, Dv <= D, padded to these by a copy",
+    f"other {MULTIPLES}, Dv <= D, padded to these by a copy, on Hopper without gradients of k and v alone where the "
+    "selected branch is alone",
     "block_size that divides 128 or is a multiple of 64",
     "any compress_stride, not causal",
     "rule='index'",

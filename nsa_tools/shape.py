@@ -115,7 +115,7 @@ class Shape:
     def signature(self) -> Signature:
         """The call without its numbers, as a compile job."""
         plan = plan_memory(self.sizes(), self.policy, torch.device("cpu"))
-        return Signature.of(padded(self.call()), plan, backward=self.backward)
+        return Signature.of(padded(self.call(), needs_grad=self.backward), plan, backward=self.backward)
 
     def describe(self) -> str:
         """The shape in one line."""

@@ -51,7 +51,8 @@ def attend_shard(
     call = call._replace(cu_seqlens=starts)
     if spec.backend == "cute" and not call.one_branch:
         kept = kept_of_shard(call, total, memory, queries=q.shape[-3])
-    Dv, call = call.v.shape[-1], padded(call) if spec.backend == "cute" else call
+    Dv = call.v.shape[-1]
+    call = padded(call, needs_grad=call.needs_grad) if spec.backend == "cute" else call
     static = (*static_arguments(spec).values(), kept, call.needs_grad, *static_of(cp))
     o, *saved = _Attend.apply(static, *call.tensors)
     o = cut(o, Dv)

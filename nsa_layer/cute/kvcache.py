@@ -239,7 +239,7 @@ class _Chunk:
             with component("cache"):
                 more |= self._keys(part, side_stream)
             tensors = Call(**own, **more, q_offset=self.slots[CacheSlots.FIRST, part])
-            o, saved = infer(padded(tensors), self.memory, side_stream)
+            o, saved = infer(padded(tensors, needs_grad=False), self.memory, side_stream)
         o = cut(o, call.dims[1])
         q, lses = own["q"], (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
         return o, *(q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32) if x is None else x for x in lses)

@@ -18,7 +18,7 @@ import torch
 from nsa_layer.call import Call
 from nsa_layer.config import BRANCHES, NSAConfig, require_one_of
 from nsa_layer.kernels.union_lists.sizes import CHUNKS, longest_work_tile, most_partials, union_capacity, words_of_entry
-from nsa_layer.support import UNION_BLOCK, UNION_ROWS, native_dims, reads_unions
+from nsa_layer.support import UNION_BLOCK, UNION_ROWS, kernel_dims, native_dims, reads_unions
 
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)
 # The outputs to save, of the compressed, the selected and the window branch: the first choice that fits.
@@ -105,7 +105,7 @@ class Sizes(NamedTuple):
         """The sizes of a call; of k the shape is that of v."""
         spec, config, q, v, lists = call.spec, call.config, call.q, call.v, call.block_indices
         counts = (q.shape[:-2].numel(), v.shape[:-2].numel(), call.longest_k)
-        dims = native_dims(*call.dims)
+        dims = kernel_dims(call, needs_grad=needs_grad)
         heads = (q.shape[-2], v.shape[-2], *dims)
         width = config.list_width(call.longest_k) if lists is None else lists.shape[-1]
         unions = reads_unions(config, dims[0], listed=spec.listed)
@@ -178,6 +178,8 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     more_D, more_Dv = sizes.unpadded or (0, 0)  # what is cut off is copied
     with_gradients = (rows + of_keys) * (row_sizes + more_D + more_Dv) + tokens * sizes.index_row
     forward = kept.count(False) * branch + numbers + compressed + selection + query_lists
+    if (native := native_dims(sizes.D, sizes.Dv)) != (sizes.D, sizes.Dv):  # rows in place, but for those of k and v
+        forward += keys * heads * sum(native) * e
     return {
         "saved": (saved + padded) * sizes.needs_grad,
         "forward": forward + padded * (not sizes.needs_grad),

@@ -13,16 +13,16 @@ from torch.nn.functional import pad
 
 from nsa_layer.call import Call
 from nsa_layer.derivatives import ReverseMode, first_derivatives
-from nsa_layer.support import native_dims
+from nsa_layer.support import kernel_dims
 
 Tensor = torch.Tensor
 SQUARE = ("compress_k_weight", "compress_v_weight")  # [Hkv, D, D] and [Hkv, Dv, Dv]
 OF_D, OF_DV = ("q", "k", "gate_weight", "k_cmp", "k_win", SQUARE[0]), ("v", "v_cmp", "v_win", SQUARE[1])
 
 
-def padded(call: Call) -> Call:
-    """The call with rows of native head dimensions, by one differentiable copy of each tensor that has others."""
-    dims = native_dims(*call.dims)
+def padded(call: Call, *, needs_grad: bool) -> Call:
+    """The call with rows of the kernels' head dimensions, by one differentiable copy of each tensor of others."""
+    dims = kernel_dims(call, needs_grad=needs_grad)
     if dims == call.dims:
         return call
     for size, names in zip(dims, (OF_D, OF_DV)):

@@ -14,7 +14,7 @@ import torch
 from nsa_layer.call import OWN_KEYS, Call
 from nsa_layer.cute.host_constants import aligned, numbers_on
 from nsa_layer.kernels.launch import aligned_rows
-from nsa_layer.support import UNION_ROWS, hopper_kv_tile, reads_unions
+from nsa_layer.support import UNION_ROWS, hopper_kv_tile, native_dims, reads_unions
 
 READ = ("q", "k", "v", *OWN_KEYS, "q_index", "k_index")  # rows by token or block
 # (factor, more, size) of a count: a sequence of T tokens has (T * factor + more) // size, at least 0.
@@ -33,7 +33,8 @@ class Varlen(NamedTuple):
         cu_seqlens_k, cu_compressed, cu_key_blocks: of keys, of compressed keys, and of Hopper's key tiles (with unions:
             of blocks).
         total_compressed, total_key_blocks, total_row_tiles: capacities for all sequences; rows behind the last one are
-            unused.
+            unused. Of row tiles, where lengths are known, their number: CTAs that draw every n-th tile share long and
+            short ones best without more.
         longest, longest_k, longest_compressed: of one sequence, in queries, in keys and in compressed blocks.
     """
 
@@ -62,24 +63,37 @@ class Varlen(NamedTuple):
             kv_tile = hopper_kv_tile(kv_tile)
         of_q = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, UNION_ROWS - 1, UNION_ROWS)
         of_k = (1, 0, 1), (1, config.stride - config.span, config.stride), (1, kv_tile - 1, kv_tile)
+        blocks = (len(k) + (kv_tile - 1) * call.B) // kv_tile
+        row_tiles = (len(q) * rows + (UNION_ROWS - 1) * call.B) // UNION_ROWS
         if call.lengths_known:
-            starts = numbers_on((*_host_starts(spec.lengths, of_q), *_host_starts(lengths_k, of_k)), q.device)
+            numbers = (*_host_starts(spec.lengths, of_q), *_host_starts(lengths_k, of_k))
+            starts, row_tiles = numbers_on(numbers, q.device), numbers[2][-1]
         elif lengths_k is not None:
             starts = (*starts_of(call.cu_seqlens, of_q), *numbers_on(_host_starts(lengths_k, of_k), q.device))
         elif call.cu_seqlens_k is not None:
             starts = (*starts_of(call.cu_seqlens, of_q), *starts_of(call.cu_seqlens_k, of_k))
         else:
             starts = starts_of(call.cu_seqlens, (*of_q, *of_k))
-        totals = call.num_compressed, len(k) // kv_tile + call.B, len(q) * rows // UNION_ROWS + call.B
+        totals = call.num_compressed, blocks, row_tiles
         return cls(*starts, *totals, *longest)
 
 
 def as_kernels_read(call: Call) -> tuple[Call, Varlen]:
     """A call with rows aligned to 16 bytes, and its starts on the GPU; of the selected branch alone
-    with q_offset."""
+    with q_offset, and k and v as far apart as native rows."""
     call = call.map(aligned_rows, READ)
+    if call.one_branch:
+        k, v = (as_far_apart(x, width) for x, width in zip(call[1:3], native_dims(*call.dims)))
+        call = call._replace(k=k, v=v)
     varlen = Varlen.of(call)
     return (call._replace(q_offset=_first_positions(call, varlen)) if call.one_branch else call), varlen
+
+
+def as_far_apart(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Rows that begin as far apart as rows of so many elements, which TMA reads by whole lines: a copy of others."""
+    if width in (rows.shape[-1], rows.stride(-2)):
+        return rows
+    return rows.new_empty(*rows.shape[:-1], width)[..., : rows.shape[-1]].copy_(rows)
 
 
 def _first_positions(call: Call, varlen: Varlen) -> torch.Tensor | None:

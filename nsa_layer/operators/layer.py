@@ -58,7 +58,7 @@ def attend(
             plan = plan_memory(Sizes.of(call, needs_grad=needs_grad), memory, q.device)
             heads, kept = plan.groups[0][1], plan.kept
     static = (*static_arguments(spec).values(), heads, memory.budget, kept, spec.bound, needs_grad)
-    call = padded(call) if spec.backend == "cute" else call
+    call = padded(call, needs_grad=needs_grad) if spec.backend == "cute" else call
     tensors = call.tensors
     if needs_dispatcher(tensors):
         o, *saved = OP(*tensors, *static)

@@ -104,9 +104,9 @@ def explain_backend(shape: Shape, arch: int) -> tuple[str, str]:
         return "eager", f"no kernels for sm_{arch}" if arch else "no GPU"
     missing = support.missing_feature(shape.call(), arch)
     if missing is None:
-        native, kernels = support.native_dims(shape.D, shape.Dv), f"kernels for sm_{support.kernel_family(arch)}"
-        padded = "" if native == (shape.D, shape.Dv) else ", with rows that are copied to D {}, Dv {}".format(*native)
-        return "cute", kernels + padded
+        dims = support.kernel_dims(shape.call(), needs_grad=shape.backward)
+        padded = "" if dims == (shape.D, shape.Dv) else ", with rows that are copied to D {}, Dv {}".format(*dims)
+        return "cute", f"kernels for sm_{support.kernel_family(arch)}{padded}"
     return "none", f"the kernels lack {missing}; backend='eager' has to be named"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fa_compile import Worker, built_kernels, kernel_fields, refused, swept
-from fa_cubin import machine_code
+from fa_cubin import cubins, machine_code
 from fa_dq import call as dq_pass
 from fa_dq import compile_pass, rounded_sums, row_sums
 from fa_reference import in_pages
@@ -89,6 +89,14 @@ CASES = [
     tokens(*((500, 500),) * 2, D=256, G=8, n=9, cap=100, **NEAR),
     tokens((100, 200), (1, 101), (300, 400), D=256, G=3, keys=128, add=True, **PACKED),
     tokens(*PACK, D=256, G=2, form="padded", dtype="float16"),
+]
+SHORT_ROWS = [  # than tiles have
+    tokens((1000, 1000), D=80, near=True, cap=100),
+    tokens(*PAIRS, G=4, by_head=True, D=80),
+    tokens((100, 100), (0, 0), (600, 600), (1, 1), (65, 65), G=8, D=136, Dv=104, keys=32, **PACKED),
+    tokens((100, 200), (1, 101), (300, 400), D=40, Dv=24, **PACKED),
+    tokens(*((300, 300),) * 2, D=224, G=2, dtype="float16", **NEAR),
+    tokens(*((300, 377),) * 2, D=112, Dv=16, G=1, causal=False, **NEAR),
 ]
 SUMS = [
     CASES[2],
@@ -172,6 +180,11 @@ def compile_dkdv(case: TokenCase) -> None:
     backward_dkdv(x.q, x.k, x.v, x.do, rows, rows, pairs, dk=x.k, dv=x.v, **given)
 
 
+def code_of(case: TokenCase) -> list[bytes]:
+    """The cubins of forward's kernels; in a worker."""
+    return cubins(lambda: compile_forward(case))
+
+
 def compile_backward(case: TokenCase, argument: str) -> None:
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -194,6 +207,14 @@ def test_a_tile_has_128_rows_and_a_bit_for_each_token(compiler_sm90: Worker, cas
     """Heads with lists of their own are not packed."""
     found = compiler_sm90.trace(kernel_fields, "tile_m list_parts list_words pack_gqa", compile_forward, case)
     assert found == [(128, 1, words, case.rows > 1)]
+
+
+@pytest.mark.parametrize(
+    ("short", "whole"), [(dict(D=80), dict(D=96)), (dict(D=136, Dv=104), PAPER), (dict(D=200, Dv=16), dict(D=256))]
+)
+def test_rows_shorter_than_tiles_have_the_tiles_kernel(compiler_sm90: Worker, short: dict, whole: dict) -> None:
+    code, of_tiles = (compiler_sm90.run(code_of, tokens((1000, 1000), **dims)) for dims in (short, whole))
+    assert code == of_tiles
 
 
 @pytest.mark.parametrize("case", [BATCH, BEHIND], ids=["batch", "pack"])
@@ -295,7 +316,7 @@ def test_the_layer_asks_for_kernels_by_warp(compiler_sm100: Worker) -> None:
 
 REFUSED = [
     ("mask_block_bits", compile_forward, tokens(), dict(softcap=20.0)),
-    ("mask_block_bits", compile_forward, tokens(D=192), {}),
+    ("mask_block_bits", compile_forward, tokens(D=80, G=3), {}),
     ("mask_block_bits", compile_backward, tokens(), dict(argument="block_sparse_tensors")),
     ("mask_block_bits", compile_backward, tokens(), dict(argument="block_sparse_tensors_fwd")),
     ("accum with mask_block_bits", compile_dq, tokens(), dict(output="accum")),
@@ -475,6 +496,14 @@ def test_row_sums(use_mma_sync: bool, case: TokenCase) -> None:
     x, tables = make_inputs(case), listed_blocks(case)
     exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, x.q.dtype))
     assert_dq(case, x, union_lists(case, tables), exact, rough, sums=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHORT_ROWS, ids=str)
+def test_rows_shorter_than_tiles(case: TokenCase) -> None:
+    x, tables = make_inputs(case), listed_blocks(case)
+    exact, rough = (reference(case, x, tables, dtype) for dtype in (torch.float64, x.q.dtype))
+    assert_forward(case, x, union_lists(case, tables), exact, rough)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from nsa_tools.testing.covering_calls import covering
 
 CONFIG = NSAConfig(block_size=16, block_counts=4, window_size=20)
 CASE = Case(B=2, T=50, D=24, Dv=16, dtype=torch.float64, config=CONFIG)
-EXACT = dict(rtol=1e-12, atol=1e-12)
+EXACT, BACKENDS = dict(rtol=1e-12, atol=1e-12), ("cute", "eager")
 
 
 def eager_shapes(call: Call, **options: object) -> Saved:
@@ -95,15 +96,20 @@ def test_dimensions_go_to_the_next_native_ones(native: list, dims: tuple, comput
     assert native == [computed] and o.shape[-1] == Dv
 
 
-def test_lists_of_the_caller(native: list) -> None:
+@pytest.mark.parametrize(("arch", "in_place"), [("sm_90", (24, 16)), ("sm_100", (64, 64))])
+def test_lists_of_the_caller(native: list, monkeypatch: pytest.MonkeyPatch, arch: str, in_place: tuple) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", arch)
     inputs = make_inputs(CASE)
     lists = torch.randint(0, 4, (2, 50, 2, 3), generator=torch.Generator().manual_seed(0))
     results = []
-    for backend in ("cute", "eager"):
-        q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-        o, lse = selected_attention(q, k, v, lists, block_size=16, backend=backend, return_lse=True)
-        results.append((o, lse, *torch.autograd.grad(o, (q, k, v), inputs.do)))
-    assert native == [(64, 64)]
+    for backend in BACKENDS:
+        q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        attend = partial(selected_attention, q, k, v, lists, block_size=16, backend=backend, return_lse=True)
+        with torch.no_grad():
+            without = attend()
+        o, lse = attend()
+        results.append((*without, o, lse, *torch.autograd.grad(o, leaves, inputs.do)))
+    assert native == [in_place, (64, 64)]
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, **EXACT)
 
@@ -138,6 +144,33 @@ def test_a_graph_pads_as_well(native: list) -> None:
         torch.testing.assert_close(got, expected, **EXACT)
 
 
+ALONE = NSAConfig(branches=("selected",))
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "read"),
+    [
+        ("sm_90", {}, (80, 64)),
+        ("sm_100", {}, (96, 96)),
+        ("sm_90", dict(config=ALONE.replace(q_tile=128, block_size=128)), (80, 64)),
+        ("sm_90", dict(config=NSAConfig(), gate="given"), (96, 96)),
+        ("sm_90", dict(Hq=6), (96, 96)),
+        ("sm_90", dict(Hq=6, lists=(6, 3)), (80, 64)),
+        ("sm_90", dict(D=136, Dv=136), (136, 136)),
+        ("sm_90", dict(backward=True), (96, 96)),
+    ],
+)
+def test_rows_that_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, arch: str, options: dict, read: tuple[int, int]
+) -> None:
+    """Those of the selected branch alone, without a gradient, if a tile of 128 rows holds whole tokens."""
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", arch)
+    sizes = dict(B=1, T=1000, Hq=8, Hkv=2, D=80, Dv=64, dtype=torch.bfloat16, config=ALONE, gate="none", lists=(2, 3))
+    shape = Shape(**sizes | dict(backward=False) | options)
+    assert support.kernel_dims(shape.call(), needs_grad=shape.backward) == read
+    assert (shape.sizes().unpadded is None) == (read == (shape.D, shape.Dv))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("first", [0, 1, 4])
 def test_copies_of_rows_wherever_they_lie(first: int, dtype: torch.dtype) -> None:
@@ -148,7 +181,7 @@ def test_copies_of_rows_wherever_they_lie(first: int, dtype: torch.dtype) -> Non
         assert padding.cut(x, 16).is_contiguous()
 
 
-def test_plans_count_the_copies() -> None:
+def test_plans_count_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = dict(B=1, T=1000, Hq=8, Hkv=2, dtype=torch.bfloat16, config=CONFIG)
     whole, copied = Shape(**sizes, D=128, Dv=128), Shape(**sizes, D=112, Dv=80)
     parts, more = (predict(shape.sizes(), 2, (True,) * 3) for shape in (whole, copied))
@@ -160,10 +193,15 @@ def test_plans_count_the_copies() -> None:
     parts, more = (predict(replace(shape, backward=False).sizes(), 2, (False,) * 3) for shape in (whole, copied))
     assert more["forward"] - parts["forward"] == 128 * (rows + 2 * of_keys)
     assert copied.signature().tensors == whole.signature().tensors
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
+    alone = dict(config=ALONE, gate="none", lists=(2, 3), backward=False)
+    parts, more = (predict(replace(shape, **alone).sizes(), 2, (False,) * 3) for shape in (whole, copied))
+    assert more["forward"] - parts["forward"] == 2 * 128 * of_keys
 
 
 # On a GPU: options of which every two meet.
 DIMS = ((192, 128), (96, 96), (256, 256), (80, 64), (16, 16), (120, 104), (136, 104))
+LISTS = [dict(zip(("dims", "G", "by_head"), each)) for each in itertools.product(DIMS[3:], (4, 3, 16), (True, False))]
 OPTIONS = dict(dims=DIMS, q_tile=(1, 16, 128))
 OPTIONS |= dict(dtype=(torch.bfloat16, torch.float16), lengths=((300, 0, 3, 70), None), gate=("weight", "given"))
 OPTIONS |= dict(deterministic=(True, False), compress_weights=(True, False), G=(4, 1, 16))
@@ -190,6 +228,23 @@ def test_kernels_of_every_size(D: int) -> None:
         for q_tile in (1, 128):
             options = dict(q_tile=q_tile, deterministic=False, G=4, dtype=torch.bfloat16)
             assert_close_to_reference(gpu_case((D, Dv), **options), "cute", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", LISTS, ids=str)
+def test_kernels_over_lists_of_the_caller(options: dict) -> None:
+    (D, Dv), G, by_head = options.values()
+    inputs = make_inputs(Case(B=2, T=300, Hq=2 * G, Hkv=2, D=D, Dv=Dv, gate="none", dtype=torch.bfloat16), "cuda")
+    lists = torch.randint(0, 5, (2, 300, 2 * G if by_head else 2, 3), device="cuda")
+    found = []
+    for backend, dtype in (("cute", torch.bfloat16), ("eager", torch.float64)):
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+        attend = partial(selected_attention, q, k, v, lists, block_size=64, backend=backend)
+        with torch.no_grad():
+            o = attend()
+        found.append((o, *torch.autograd.grad(attend(), (q, k, v), inputs.do.to(dtype))))
+    for got, want in zip(*found, strict=True):
+        assert (got - want).abs().max() <= 0.02 * want.abs().max()
 
 
 @pytest.mark.gpu

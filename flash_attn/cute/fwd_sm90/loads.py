@@ -132,7 +132,7 @@ def query_loader(
     atom, mX = tma
     warpgroups = cute.size(staged, mode=[2])
     gX = seqlen.offset_batch_Q(mX, place.batch, dim=3)[None, None, place.head]
-    gX = cute.local_tile(gX, (ROWS, mX.shape[1]), (None, 0))
+    gX = cute.local_tile(gX, (ROWS, cute.size(staged, mode=[1])), (None, 0))
     copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), gX, staged)
 
     def load(phase: Int32) -> None:

@@ -67,6 +67,20 @@ def backward_tile(
     return None
 
 
+TOKEN_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of tiles of lists with a bit for each token
+
+
+def tile_dims(head_dim: int, head_dim_v: int, heads: int = 1) -> tuple[int, int]:
+    """Head dimensions of the tiles that SM90's kernels over lists with bits compute with: the smallest of `TOKEN_DIMS`
+    that hold these. TMA fills the tiles' other columns with zeros, and stores none of them.
+
+    heads: query heads that share a list. Where their rows come without TMA, or no tile is so large, the dimensions as
+    they are.
+    """
+    found = (dims for dims in TOKEN_DIMS if dims[0] >= head_dim and dims[1] >= head_dim_v and BIT_ROWS % heads == 0)
+    return next(found, (head_dim, head_dim_v))
+
+
 def forward_parts(
     head_dim: int, head_dim_v: int, tile_n: int, overlaps_products: bool, plain: bool, has_bits: bool = False
 ) -> int:
@@ -76,8 +90,7 @@ def forward_parts(
     `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
     no paged keys but with bits, and no compressed-causal mask, which `masks` does not know.
     """
-    dims = ((64, 64), (96, 96), (128, 128)) + ((192, 128), (256, 256)) * has_bits
-    fits = (head_dim, head_dim_v) in dims
+    fits = (head_dim, head_dim_v) in (TOKEN_DIMS if has_bits else TOKEN_DIMS[:3])
     parts = 1 if has_bits else 2
     return parts if tile_n == STEP // 2 and fits and overlaps_products and plain else 0
 
