@@ -168,9 +168,10 @@ def _kernel_spec(call: Call, T: int) -> DecodeSpec:
 
 
 def _keys_of_step(call: Call) -> int:
-    """As many, of one block, as give a warp enough bytes in flight, where thread blocks are not too few to share."""
-    in_fp8, pairs = call.cache.in_fp8, call.config.block_size % (2 * KEYS) == 0
-    return 2 * KEYS if in_fp8 and pairs and _token_units(call) > _slots() // RESIDENT else KEYS
+    """As many, of one block, as give a warp enough bytes in flight, where thread blocks are not too few to share; of
+    more queries 16, for which registers suffice."""
+    pairs = call.cache.in_fp8 and call.config.block_size % (2 * KEYS) == 0 and call.longest == 1
+    return 2 * KEYS if pairs and _token_units(call) > _slots() // RESIDENT else KEYS
 
 
 def _token_units(call: Call) -> int:

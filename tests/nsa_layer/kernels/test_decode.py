@@ -254,10 +254,12 @@ def fake_step(name: str, splits: Splits) -> torch.Size:
 
 
 def divide(patch: pytest.MonkeyPatch, splits: Splits) -> None:
-    """Steps divide keys so. The first of `splits` is 0 where compressed keys have no launch of their own."""
+    """Steps divide keys so. The first of `splits` is 0 where compressed keys have no launch of their own; thread blocks
+    of 4 warps, the last, are many."""
     from nsa_layer.kernels.decode import step
 
     patch.setattr(step, "_splits", lambda call, T: splits)
+    patch.setattr(step, "_token_units", lambda call: (1 << 20) * (splits[2] == 4))
 
 
 def stack(name: str, splits: Splits) -> list[list[int]]:
@@ -415,7 +417,31 @@ def test_splits(Hq: int, Hkv: int, B: int, T: int, S: int, splits: Splits, monke
     assert step._splits(call, T) == splits
 
 
-DIVIDED = product(("pages", "draft", "packed", "very long"), ((0, 1, 4), (0, 2, 8), (3, 2, 8)))
+@pytest.mark.parametrize(
+    ("dtype", "B", "T", "config", "keys"),
+    [
+        (FP8, 64, 1, DEFAULT, 32),
+        (FP8, 1, 1, DEFAULT, 16),
+        (FP8, 64, 2, DEFAULT, 16),
+        (FP8, 64, 1, SMALL, 16),
+        (torch.bfloat16, 64, 1, DEFAULT, 16),
+    ],
+)
+def test_keys_of_a_step(
+    dtype: torch.dtype, B: int, T: int, config: NSAConfig, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa_layer.kernels.decode import step
+
+    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
+    cache = torch.empty(B, 1024, 8, 128, device="meta", dtype=dtype)
+    call = Call(torch.empty(B, T, 32, 128, device="meta"), None, None, spec=CallSpec(config, True, 1.0))
+    assert step._kernel_spec(call._replace(cache=KVCache(cache, cache, cache)), T).keys == keys
+
+
+DIVIDED = product(
+    ("pages", "draft", "packed", "very long", "FP8", "FP8, long"),
+    ((0, 1, 4), (0, 2, 8), (3, 2, 8)),
+)
 
 
 @pytest.mark.gpu
