@@ -178,7 +178,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     more_D, more_Dv = sizes.unpadded or (0, 0)  # what is cut off is copied
     with_gradients = (rows + of_keys) * (row_sizes + more_D + more_Dv) + tokens * sizes.index_row
     forward = kept.count(False) * branch + numbers + compressed + selection + query_lists
-    if (native := native_dims(sizes.D, sizes.Dv)) != (sizes.D, sizes.Dv):  # rows in place, but for those of k and v
+    if (native := native_dims(sizes.D, sizes.Dv)) != (sizes.D, sizes.Dv):  # q and o in place, k and v copied
         forward += keys * heads * sum(native) * e
     return {
         "saved": (saved + padded) * sizes.needs_grad,

@@ -236,14 +236,14 @@ def test_kernels_over_lists_of_the_caller(options: dict) -> None:
     (D, Dv), G, by_head = options.values()
     inputs = make_inputs(Case(B=2, T=300, Hq=2 * G, Hkv=2, D=D, Dv=Dv, gate="none", dtype=torch.bfloat16), "cuda")
     lists = torch.randint(0, 5, (2, 300, 2 * G if by_head else 2, 3), device="cuda")
-    found = []
+    results = []
     for backend, dtype in (("cute", torch.bfloat16), ("eager", torch.float64)):
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
         attend = partial(selected_attention, q, k, v, lists, block_size=64, backend=backend)
         with torch.no_grad():
             o = attend()
-        found.append((o, *torch.autograd.grad(attend(), (q, k, v), inputs.do.to(dtype))))
-    for got, want in zip(*found, strict=True):
+        results.append((o, *torch.autograd.grad(attend(), (q, k, v), inputs.do.to(dtype))))
+    for got, want in zip(*results, strict=True):
         assert (got - want).abs().max() <= 0.02 * want.abs().max()
 
 

@@ -5,13 +5,12 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from flash_attn.cute.lists.tiling import ROWS, box_columns
+from flash_attn.cute.lists.tiling import ROWS, TOKEN_DIMS, box_columns
 from flash_attn.cute.mma.host import DTYPES
 
 WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
 MOST_STAGES = 4
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 MOST_SUMS = 256  # columns of dk and dv in the registers of a warpgroup
 SMALL_BLOCKS = (16, 32)
 
@@ -129,8 +128,8 @@ def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, b
         return f"sm_{arch}: the dk and dv pass by token is for sm_90 and sm_100"
     if dtype not in DTYPES:
         return f"q is {dtype}: the dk and dv pass by token supports float16 and bfloat16"
-    if (head_dim, head_dim_v) not in HEAD_DIMS:
-        supported = ", ".join(map(str, HEAD_DIMS))
+    if (head_dim, head_dim_v) not in TOKEN_DIMS:
+        supported = ", ".join(map(str, TOKEN_DIMS))
         return f"head dimensions {head_dim} and {head_dim_v}: dk and dv by token support {supported}"
     if block_size % ROWS and block_size not in SMALL_BLOCKS:
         return f"blocks of {block_size} keys: the dk and dv pass by token supports multiples of {ROWS}, 16 and 32"

@@ -8,7 +8,7 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.query_bits import BIT_KEYS, has_bits, rows_of_token
 from flash_attn.cute.lists.rows import ListHeads
-from flash_attn.cute.lists.tiling import ROWS, STEP, box_columns
+from flash_attn.cute.lists.tiling import LIST_DIMS, ROWS, STEP, TOKEN_DIMS, box_columns
 from flash_attn.cute.mma.form import use_mma_sync
 from flash_attn.cute.mma.host import DTYPES
 from flash_attn.cute.runtime.own_device import dispatch_arch
@@ -91,10 +91,6 @@ class DqSpec:
         return self.block_k, box_columns(dim)
 
 
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128))
-WIDE_HEAD_DIMS = ((192, 128), (256, 256))  # over lists with bits
-
-
 def unsupported(
     arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, lists: BlockSparseTensorsTorch
 ) -> Optional[str]:
@@ -103,7 +99,7 @@ def unsupported(
         return f"sm_{arch}: the dq pass is for sm_90, and for sm_100 over lists with mask_block_bits"
     if dtype not in DTYPES:
         return f"q is {dtype}: the dq pass supports float16 and bfloat16"
-    supported = HEAD_DIMS + WIDE_HEAD_DIMS * has_bits(lists)
+    supported = TOKEN_DIMS if has_bits(lists) else LIST_DIMS
     if (head_dim, head_dim_v) not in supported:
         return f"head dimensions {head_dim} and {head_dim_v}: the dq pass supports {', '.join(map(str, supported))}"
     block_q, block_k = lists.block_size or (TILE_M, STEP)

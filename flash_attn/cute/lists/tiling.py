@@ -67,7 +67,8 @@ def backward_tile(
     return None
 
 
-TOKEN_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of tiles of lists with a bit for each token
+LIST_DIMS = ((64, 64), (96, 96), (128, 128))  # head dimensions of the kernels' tiles
+TOKEN_DIMS = (*LIST_DIMS, (192, 128), (256, 256))  # over lists with a bit for each token
 
 
 def tile_dims(head_dim: int, head_dim_v: int, heads: int = 1) -> tuple[int, int]:
@@ -77,8 +78,10 @@ def tile_dims(head_dim: int, head_dim_v: int, heads: int = 1) -> tuple[int, int]
     heads: query heads that share a list. Where their rows come without TMA, or no tile is so large, the dimensions as
     they are.
     """
-    found = (dims for dims in TOKEN_DIMS if dims[0] >= head_dim and dims[1] >= head_dim_v and BIT_ROWS % heads == 0)
-    return next(found, (head_dim, head_dim_v))
+    if BIT_ROWS % heads:
+        return head_dim, head_dim_v
+    fitting = (dims for dims in TOKEN_DIMS if dims[0] >= head_dim and dims[1] >= head_dim_v)
+    return next(fitting, (head_dim, head_dim_v))
 
 
 def forward_parts(
@@ -90,7 +93,7 @@ def forward_parts(
     `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
     no paged keys but with bits, and no compressed-causal mask, which `masks` does not know.
     """
-    fits = (head_dim, head_dim_v) in (TOKEN_DIMS if has_bits else TOKEN_DIMS[:3])
+    fits = (head_dim, head_dim_v) in (TOKEN_DIMS if has_bits else LIST_DIMS)
     parts = 1 if has_bits else 2
     return parts if tile_n == STEP // 2 and fits and overlaps_products and plain else 0
 
