@@ -176,6 +176,8 @@ def layer(args: argparse.Namespace) -> Iterable[dict]:
         timings: dict[str, list[list[float]]] = {name: [] for name in calls}
         for _ in range(args.repeats):
             for name, call in calls.items():
+                clear()  # of memory that calls of other sizes hold
+                call()
                 timings[name].append(in_a_row(call, counts[name]))
         for name, taken in timings.items():
             each = [statistics.median(of_rank) for of_rank in zip(*taken)]
@@ -216,6 +218,8 @@ def covered(spans: Spans) -> float:
 def longest(args: argparse.Namespace) -> Iterable[dict]:
     """Calls of more and more tokens until one does not fit; on one rank alone, and the others wait until their time is
     up, with what was found before in the file."""
+    everyone = torch.zeros(dist.get_world_size(), device=DEVICE)
+    dist.all_to_all_single(everyone.clone(), everyone)  # NCCL takes its memory now, while there is some
     for name in args.longest_variants:
         cp = None if name == ONE else next(iter(made([name], args.groups).values()))
         for T in args.longest_tokens:

@@ -27,8 +27,8 @@ from nsa_layer.saved_shapes import fitted, saved_shapes
 
 Tensor = torch.Tensor
 Fields = Sequence[Tensor | None]
-# Tokens for each other rank from which on exchanges are 1 % of the attention: they then alternate, which saves memory.
-OVERLAP_BELOW = 1 << 22
+# Tokens for each other rank from which on exchanges alternate with the attention, which saves memory.
+OVERLAP_BELOW = 3 << 19
 BLOCK_KEYS, WINDOW_KEYS = ("k_cmp", "v_cmp"), ("k_win", "v_win")
 FIELDS, SUMS = len(Saved._fields), Saved._fields.index("index_sums")
 

@@ -49,6 +49,12 @@ class Exchange:
             _add_up(out, addends, kernels=self.kernels)
         self._messages, self._works, self._sums = [], [], []
 
+    def __del__(self) -> None:
+        """After an error nothing has waited: kernels launched from now on do, before they use the memory."""
+        if self._works and self._messages[0].tensor.is_cuda:
+            for work in self._works:
+                work.wait()
+
     def gather(self, x: Tensor, layout: ShardLayout) -> Tensor:
         """This rank's rows x [B, n, ...] -> the rows of all ranks that it reads, [B, rows, ...]."""
         return self._gather([x] * layout.cp.size, layout, in_place=layout.ranges is None)
@@ -70,7 +76,7 @@ class Exchange:
         """All rows x [B, N, h, ...] of this rank's heads -> this rank's rows of all heads, [B, n, R, h, ...]."""
         size, rank = layout.cp.size, layout.cp.rank
         buffer = x.new_empty((size, len(x), layout.local, *x.shape[2:]))
-        for local, part in self._scatter([x], layout, into=buffer):
+        for local, part in self._scatter([x], layout, into=unowned(buffer)):
             copy(buffer[rank, :, local], part)
         return buffer.movedim(0, 2)
 
@@ -82,12 +88,14 @@ class Exchange:
         """
         rank = layout.cp.rank
         whole = xs[0].new_empty((len(xs[0]), sum(layout.sizes), *xs[0].shape[2:]))
-        ranges = whole.split(layout.sizes, 1)
+        sent = unowned(whole)
+        ranges = sent.split(layout.sizes, 1)
         for reader, i, rows, holder, local in layout.pieces():
             if reader == holder:
                 copy(ranges[i][:, rows], xs[rank][:, local])
             elif holder == rank:
-                self._add(dist.isend, whole[:, rows] if in_place else contiguous(xs[reader][:, local]), reader, layout)
+                rows_sent = sent[:, rows] if in_place else unowned(contiguous(xs[reader][:, local]))
+                self._add(dist.isend, rows_sent, reader, layout)
             else:
                 self._add(dist.irecv, ranges[i][:, rows], holder, layout)
         return whole
@@ -98,7 +106,7 @@ class Exchange:
         Args:
             into: [R, B, n, ...]: other ranks' rows are written there, and not returned.
         """
-        xs, rank, received = [contiguous(x) for x in xs], layout.cp.rank, []
+        xs, rank, received = [unowned(contiguous(x)) for x in xs], layout.cp.rank, []
         for reader, i, rows, holder, local in layout.pieces():
             if holder != rank:
                 self._add(dist.isend, xs[i][:, rows], holder, layout)
@@ -106,7 +114,7 @@ class Exchange:
                 received.append((local, xs[i][:, rows]))
             elif into is None:
                 received.append((local, xs[0].new_empty((len(xs[0]), local.stop - local.start, *xs[0].shape[2:]))))
-                self._add(dist.irecv, received[-1][1], reader, layout)
+                self._add(dist.irecv, unowned(received[-1][1]), reader, layout)
             else:
                 self._add(dist.irecv, into[reader, :, local], reader, layout)
         return received
@@ -226,6 +234,15 @@ differentiate(register(_exchange_schema, _exchange, _exchange_fake), _exchange)
 def launch_messages(messages: list[dist.P2POp]) -> list[dist.Work]:
     """Launch messages together."""
     return dist.batch_isend_irecv(messages)
+
+
+def unowned(x: Tensor) -> Tensor:
+    """x of a GPU, whose memory is not PyTorch's to that tensor; what sends or receives it keeps it until it has waited.
+
+    PyTorch marks its own memory in messages as used on NCCL's stream: that is free again when the GPU is behind it, not
+    in the order of launches, and each of several calls in a row holds its own.
+    """
+    return torch.from_dlpack(x.detach()) if x.is_cuda else x
 
 
 def copy(into: Tensor, x: Tensor) -> None:

@@ -127,7 +127,7 @@ def check(tensors: list[Tensor], given: dict[str, Any], of: list[Tensor], asked:
     if of:
         gradients(made, of)
     assert len(asked) == 1 + bool(of)
-    for op, args, static in asked:
+    for op, args, static in [*asked]:  # checks ask too
         detached = [x.detach() if isinstance(x, Tensor) and op._opname.endswith("backward") else x for x in args]
         opcheck(op, tuple(detached), static, **options)
 

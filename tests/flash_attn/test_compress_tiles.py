@@ -259,7 +259,8 @@ def test_multiprocessors_get_four_shares_each() -> None:
 def test_the_tile_is_for_calls_that_leave_room() -> None:
     assert forward_tile(128, 128, 1, plain=True) == (192, 80)
     assert forward_tile(128, 128, 5, plain=True) is None
-    assert forward_tile(64, 64, 1, plain=True) is None
+    assert forward_tile(64, 64, 1, plain=True) == forward_tile(96, 96, 8, plain=True) == (192, 112)
+    assert forward_tile(192, 128, 1, plain=True) is forward_tile(80, 80, 1, plain=True) is None
     assert forward_tile(128, 128, 4, plain=False) is None
 
 

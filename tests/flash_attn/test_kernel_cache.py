@@ -244,6 +244,7 @@ def test_who_waited_loads_what_others_left(left: bool, monkeypatch: pytest.Monke
     assert "kernel" not in cache and loads == ["kernel"], "nobody was there before"
 
 
+@pytest.mark.sweep
 @pytest.mark.xdist_group("sm_90")
 def test_of_processes_that_want_the_same_kernel_one_compiles_it(tmp_path: Path) -> None:
     """It is kept in the user's cache folder. Processes that find it, while it is made or later, import no compiler."""

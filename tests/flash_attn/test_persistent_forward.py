@@ -41,7 +41,7 @@ def assert_same_bits(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> t
 CALL = Case(D=128, T_q=4096, T_k=67, Hq=8, compress=(64, 63))
 WINDOW_CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
 
-WIDE = (192, 80)
+WIDE, MIDDLE = (192, 80), (192, 112)
 
 
 def calls(call: Case, *rows: tuple[Any, ...]) -> list[tuple[Case, int, tuple[int, int] | None]]:
@@ -55,7 +55,7 @@ COMPRESSED = calls(
     ({}, 3),
     ({"Hkv": 1}, 3),
     ({"Hkv": 8, "D": 64}, 3),
-    ({"D": 96}, 2),
+    ({"D": 96}, 3),
     ({"D": 112}, 3),
     ({"pack_gqa": False}, 3),
     ({"option": "sink"}, 3),
@@ -106,9 +106,9 @@ WINDOWS = calls(
     ({"window": (100, 60)}, 3, WIDE),
     ({"window": (0, 0)}, 3, WIDE),
     ({"Hkv": 8}, 3, WIDE),
-    ({"D": 64}, 3),
-    ({"D": 64, "window": (0, 700), "pack_gqa": True}, 3),
-    ({"D": 96}, 2),
+    ({"D": 64}, 3, MIDDLE),
+    ({"D": 64, "window": (0, 700), "pack_gqa": True}, 3, MIDDLE),
+    ({"D": 96}, 3, MIDDLE),
     ({"D": 112}, 3, WIDE),
     ({"dtype": "float16"}, 3, WIDE),
     ({"overlap": False}, 3, WIDE),

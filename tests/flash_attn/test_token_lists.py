@@ -210,10 +210,10 @@ def test_a_tile_has_128_rows_and_a_bit_for_each_token(compiler_sm90: Worker, cas
 
 
 @pytest.mark.parametrize(
-    ("short", "whole"), [(dict(D=80), dict(D=96)), (dict(D=136, Dv=104), PAPER), (dict(D=200, Dv=16), dict(D=256))]
+    "both", swept([(dict(D=80), dict(D=96)), (dict(D=136, Dv=104), PAPER), (dict(D=200, Dv=16), dict(D=256))]), ids=str
 )
-def test_rows_shorter_than_tiles_have_the_tiles_kernel(compiler_sm90: Worker, short: dict, whole: dict) -> None:
-    code, of_tiles = (compiler_sm90.run(code_of, tokens((1000, 1000), **dims)) for dims in (short, whole))
+def test_rows_shorter_than_tiles_have_the_tiles_kernel(compiler_sm90: Worker, both: tuple[dict, dict]) -> None:
+    code, of_tiles = (compiler_sm90.run(code_of, tokens((1000, 1000), **dims)) for dims in both)
     assert code == of_tiles
 
 
@@ -225,7 +225,7 @@ def test_the_kernel_of_pages_is_that_of_keys_that_lie_together(compiler_sm90: Wo
 
 
 @pytest.mark.parametrize(
-    "case", [tokens(), tokens(*PACK, G=3, D=96, form="stacked", causal=False), tokens(**PAPER)], ids=str
+    "case", swept([tokens(), tokens(*PACK, G=3, D=96, form="stacked", causal=False), tokens(**PAPER)]), ids=str
 )
 def test_softmaxes_run_under_products(compiler_sm90: Worker, case: TokenCase) -> None:
     """Heads that divide a tile come by TMA, others by cp.async. Registers suffice.
@@ -265,7 +265,7 @@ def named(call: tuple[Any, ...]) -> str:
     return f"{call[0].__name__}-{call[1]}"
 
 
-@pytest.mark.parametrize("call", [*DQ, *PAGES, *swept([(compile_dkdv, case) for case in DKDV])], ids=named)
+@pytest.mark.parametrize("call", [*swept(DQ, 2), *PAGES, *swept([(compile_dkdv, case) for case in DKDV])], ids=named)
 def test_registers_suffice(compiler_sm90: Worker, call: tuple[Any, ...]) -> None:
     found = compiler_sm90.run(machine_code, *call)
     assert sum((code.stack for code in found), []) == [0] * (2 if call[0] is compile_dkdv else 1)

@@ -247,7 +247,7 @@ SPILLS = [
 ]
 
 
-@pytest.mark.parametrize("spilled", swept(SPILLS), ids=str)
+@pytest.mark.parametrize("spilled", swept(SPILLS, 5), ids=str)
 def test_registers_suffice(spilled: tuple[Case, str], compiler_sm90: Worker) -> None:
     assert [code.stack for code in compiler_sm90.run(machine_code, compile_pass, *spilled)] == [[0]]
 

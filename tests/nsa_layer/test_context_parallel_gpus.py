@@ -153,6 +153,24 @@ def test_a_call_is_captured_in_a_graph(group: Any, mode: str, name: str) -> None
     assert all(x.equal(y) for x, y in zip(static, step(attend, fresh)))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@by_ranks(fixture="on_gpus")
+def test_calls_in_a_row_hold_the_memory_of_one(group: Any, mode: str) -> None:
+    """Also those that a GPU has not begun."""
+    cp, case = ContextParallel(group, mode=mode), replace(CASES["index"], B=1, T=1 << 14)
+    tensors, attend = drawn(case, cp), call_of(case, cp)
+    for _ in range(2):
+        step(attend, tensors)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(1 << 30)
+    for _ in range(4):
+        step(attend, tensors)
+    stats = torch.cuda.memory_stats()
+    assert stats["active_bytes.all.peak"] < 1.05 * stats["allocated_bytes.all.peak"]
+
+
 ALONE = [(1, "gather", name) for name in ("packed", "not causal", "lists")]
 
 

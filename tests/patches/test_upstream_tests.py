@@ -93,6 +93,7 @@ def run(root: Path, checkout: Path, **options: object) -> int:
     return upstream_tests.test_upstream(root, checkout, workers=1, only="test_utils", **options)
 
 
+@pytest.mark.sweep
 def test_failures_that_stock_lacks_are_told(root: Path, checkout: Path, capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(QueueError, match="is of other tests than these; record stock's outcomes"):
         run(root, checkout)

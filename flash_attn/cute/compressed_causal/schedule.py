@@ -27,8 +27,9 @@ def forward_tile(head_dim: int, head_dim_v: int, packed_heads: int, plain: bool)
     `packed_heads`: how many query heads share the rows of a tile, 0 or 1 where none do. `plain`: no
     score_mod, mask_mod, block lists or paged keys, which cost registers or tie tile_n.
     """
-    tile_m, tile_n = 192, 80
-    fits = 96 < head_dim <= 128 and 96 < head_dim_v <= 128 and tile_m % max(packed_heads, 1) == 0
+    wide = all(96 < size <= 128 for size in (head_dim, head_dim_v))
+    tile_m, tile_n = 192, 80 if wide else 112
+    fits = (wide or head_dim == head_dim_v in (64, 96)) and tile_m % max(packed_heads, 1) == 0
     return (tile_m, tile_n) if plain and fits else None
 
 

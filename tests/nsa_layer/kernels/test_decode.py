@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker
+from fa_compile import Worker, swept
 from kernel_cases import faked
 
 from nsa_layer import NSAConfig
@@ -270,10 +270,10 @@ def stack(name: str, splits: Splits) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED, *BY_INDEX, *IN_FP8, *DIMS]
+    "step", [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *swept([*FORCED, *BY_INDEX, *DIMS], 2), *IN_FP8], ids=str
 )
-def test_builds_everywhere(compiler: Worker, name: str, splits: Splits) -> None:
-    case = CASES[name]
+def test_builds_everywhere(compiler: Worker, step: tuple[str, Splits]) -> None:
+    (name, splits), case = step, CASES[step[0]]
     lead = (sum(case.queries),) if case.queries else (len(case.lengths), case.T)
     assert compiler.trace(fake_step, name, splits) == (*lead, case.Hkv * case.G, case.of_v)
 

@@ -30,6 +30,7 @@ def forward_code() -> list[tuple[list[int], bool]]:
     return [(code.stack, code.serialized) for code in machine_code(traced_layer, "batch", kind="fwd_sm90")]
 
 
+@pytest.mark.sweep
 @pytest.mark.xdist_group("sm_90")
 def test_sums_of_blocks_fit_the_registers() -> None:
     assert shared_worker("sm_90").run(forward_code) == [([0], False)]

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from fa_compile import Worker, shared_worker
+from fa_compile import Worker, shared_worker, swept
 from kernel_cases import faked
 
 from nsa_layer import NSAConfig, reference
@@ -237,8 +237,9 @@ FORCED = ["unforced", "first alone", "local alone", "too many, not causal"]
 TRACED = [f"tile: {name}" for name in ("default", "96", "256", "64 blocks", "packed, stride, three heads", *FORCED)]
 TRACED += [f"token: {name}" for name in ("default", "paper", "paper, 192", "256", "not causal", "40 heads", *FORCED)]
 TRACED += ["token: paper, two heads", "token: packed, overlapping, three heads"]
-TRACED += [f"index: {name}" for name in ("default", "Di 16", "Di 128", "blocks of 16", "64 blocks", "packed")]
-TRACED += [f"index: {name}" for name in ("blocks of 128, first behind none", "unforced", "packed, last queries")]
+OF_INDEX = ("default", "Di 16", "packed", "Di 128", "blocks of 128, first behind none", "64 blocks")
+OF_INDEX += ("packed, last queries", "blocks of 16", "unforced")
+TRACED += swept([f"index: {name}" for name in OF_INDEX], 2)
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -297,6 +298,9 @@ LAYERS = {  # of an index, or with fewer branches; their numbers: `test_cute`, `
 }
 
 
+SWEPT_LAYERS = ["groups of heads", "a gate", "the paper's model", "D 96", "D 256"]
+
+
 def traced_layer(name: str) -> list[tuple[int, ...]]:
     """In a worker: shapes of the output and the gradients that the kernels give."""
     from flash_attn.cute.runtime.kernel_cache import at_first_miss
@@ -316,7 +320,7 @@ def traced_layer(name: str) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in (o, *grads) if x is not None]
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["batch", "packed", "no compressed key", "window", *swept(SWEPT_LAYERS)])
 def test_the_layer_is_traced(name: str, compiler: Worker) -> None:
     """With nothing saved of a branch that is not there, and gradients of all inputs."""
     inputs = make_inputs(LAYERS[name])
