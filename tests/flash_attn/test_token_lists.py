@@ -265,7 +265,7 @@ def named(call: tuple[Any, ...]) -> str:
     return f"{call[0].__name__}-{call[1]}"
 
 
-@pytest.mark.parametrize("call", [*swept(DQ, 2), *PAGES, *swept([(compile_dkdv, case) for case in DKDV])], ids=named)
+@pytest.mark.parametrize("call", [*swept(DQ, 4), *PAGES, *swept([(compile_dkdv, case) for case in DKDV], 6)], ids=named)
 def test_registers_suffice(compiler_sm90: Worker, call: tuple[Any, ...]) -> None:
     found = compiler_sm90.run(machine_code, *call)
     assert sum((code.stack for code in found), []) == [0] * (2 if call[0] is compile_dkdv else 1)

@@ -71,6 +71,7 @@ def test_a_semaphore_value_that_never_comes() -> None:
 
 
 LONG_SEARCHES = ("options refused alone", "padding counted in front", "overlap counted once", "leaking query")
+LONG_SEARCHES += ("shared page written", "classes not compared", "a line lost", "parametrized ignored")
 
 
 @pytest.mark.parametrize(

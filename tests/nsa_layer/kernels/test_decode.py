@@ -270,7 +270,7 @@ def stack(name: str, splits: Splits) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "step", [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *swept([*FORCED, *BY_INDEX, *DIMS], 2), *IN_FP8], ids=str
+    "step", [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *swept([*FORCED, *BY_INDEX, *DIMS]), *IN_FP8], ids=str
 )
 def test_builds_everywhere(compiler: Worker, step: tuple[str, Splits]) -> None:
     (name, splits), case = step, CASES[step[0]]

@@ -263,7 +263,7 @@ def stack_and_order(name: str) -> tuple[list[int], bool]:
 
 
 @pytest.mark.xdist_group("sm_90")
-@pytest.mark.parametrize("name", ["token: blocks of 64", "index: Di 64, fp16"])
+@pytest.mark.parametrize("name", swept(["token: blocks of 64", "index: Di 64, fp16"]))
 def test_registers_suffice(name: str) -> None:
     """By token for two warpgroups of 176 and 80 in each of two CTAs."""
     assert shared_worker("sm_90").run(stack_and_order, name) == ([0], False)
@@ -298,7 +298,7 @@ LAYERS = {  # of an index, or with fewer branches; their numbers: `test_cute`, `
 }
 
 
-SWEPT_LAYERS = ["groups of heads", "a gate", "the paper's model", "D 96", "D 256"]
+SWEPT_LAYERS = ["the paper's model", "groups of heads", "a gate", "D 96", "D 256"]
 
 
 def traced_layer(name: str) -> list[tuple[int, ...]]:
@@ -320,7 +320,7 @@ def traced_layer(name: str) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in (o, *grads) if x is not None]
 
 
-@pytest.mark.parametrize("name", ["batch", "packed", "no compressed key", "window", *swept(SWEPT_LAYERS)])
+@pytest.mark.parametrize("name", ["batch", "packed", "no compressed key", "window", *swept(SWEPT_LAYERS, 3)])
 def test_the_layer_is_traced(name: str, compiler: Worker) -> None:
     """With nothing saved of a branch that is not there, and gradients of all inputs."""
     inputs = make_inputs(LAYERS[name])
