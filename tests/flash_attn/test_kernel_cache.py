@@ -247,8 +247,10 @@ def test_who_waited_loads_what_others_left(left: bool, monkeypatch: pytest.Monke
 @pytest.mark.sweep
 @pytest.mark.xdist_group("sm_90")
 def test_of_processes_that_want_the_same_kernel_one_compiles_it(tmp_path: Path) -> None:
-    """It is kept in the user's cache folder. Processes that find it, while it is made or later, import no compiler."""
+    """It is kept in the user's cache folder. Processes that find it, while it is made or later, import no compiler.
+    The compiler warns of nothing."""
     target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+    target |= {"PYTHONWARNINGS": "error:Argument aux_data"}
     folder = tmp_path / "flash_attention_cute_dsl_cache"
     found = f"True {folder}"
     said = sorted(last_line(p) for p in [start(CALL, tmp_path, **target) for _ in range(2)])
