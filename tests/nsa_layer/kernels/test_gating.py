@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fa_compile import Worker
+from fa_compile import Worker, shared_worker, swept
 from kernel_cases import faked
 
 from nsa_layer.checks import starts_of_lengths
@@ -205,8 +205,10 @@ TRACED = [
 ]
 
 
-def test_kernels_are_traced(compiler: Worker) -> None:
-    compiler.trace(trace_all)
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("arch", swept(["sm_100", "sm_90"]))
+def test_kernels_are_traced(arch: str) -> None:
+    shared_worker(arch).trace(trace_all)
 
 
 def test_each_pair_of_dimensions_has_its_kernels(compiler: Worker) -> None:

@@ -239,7 +239,7 @@ TRACED += [f"token: {name}" for name in ("default", "paper", "paper, 192", "256"
 TRACED += ["token: paper, two heads", "token: packed, overlapping, three heads"]
 OF_INDEX = ("default", "Di 16", "packed", "Di 128", "blocks of 128, first behind none", "64 blocks")
 OF_INDEX += ("packed, last queries", "blocks of 16", "unforced")
-TRACED += swept([f"index: {name}" for name in OF_INDEX], 2)
+TRACED += swept([f"index: {name}" for name in OF_INDEX])
 
 
 @pytest.mark.parametrize("name", TRACED)
