@@ -76,7 +76,7 @@ class Exchange:
         """All rows x [B, N, h, ...] of this rank's heads -> this rank's rows of all heads, [B, n, R, h, ...]."""
         size, rank = layout.cp.size, layout.cp.rank
         buffer = x.new_empty((size, len(x), layout.local, *x.shape[2:]))
-        for local, part in self._scatter([x], layout, into=unowned(buffer)):
+        for local, part in self._scatter([x], layout, into=buffer):
             copy(buffer[rank, :, local], part)
         return buffer.movedim(0, 2)
 
@@ -88,14 +88,12 @@ class Exchange:
         """
         rank = layout.cp.rank
         whole = xs[0].new_empty((len(xs[0]), sum(layout.sizes), *xs[0].shape[2:]))
-        sent = unowned(whole)
-        ranges = sent.split(layout.sizes, 1)
+        ranges = whole.split(layout.sizes, 1)
         for reader, i, rows, holder, local in layout.pieces():
             if reader == holder:
                 copy(ranges[i][:, rows], xs[rank][:, local])
             elif holder == rank:
-                rows_sent = sent[:, rows] if in_place else unowned(contiguous(xs[reader][:, local]))
-                self._add(dist.isend, rows_sent, reader, layout)
+                self._add(dist.isend, whole[:, rows] if in_place else contiguous(xs[reader][:, local]), reader, layout)
             else:
                 self._add(dist.irecv, ranges[i][:, rows], holder, layout)
         return whole
@@ -106,7 +104,7 @@ class Exchange:
         Args:
             into: [R, B, n, ...]: other ranks' rows are written there, and not returned.
         """
-        xs, rank, received = [unowned(contiguous(x)) for x in xs], layout.cp.rank, []
+        xs, rank, received = [contiguous(x) for x in xs], layout.cp.rank, []
         for reader, i, rows, holder, local in layout.pieces():
             if holder != rank:
                 self._add(dist.isend, xs[i][:, rows], holder, layout)
@@ -114,7 +112,7 @@ class Exchange:
                 received.append((local, xs[i][:, rows]))
             elif into is None:
                 received.append((local, xs[0].new_empty((len(xs[0]), local.stop - local.start, *xs[0].shape[2:]))))
-                self._add(dist.irecv, unowned(received[-1][1]), reader, layout)
+                self._add(dist.irecv, received[-1][1], reader, layout)
             else:
                 self._add(dist.irecv, into[reader, :, local], reader, layout)
         return received
@@ -122,7 +120,7 @@ class Exchange:
     def _add(self, how: Callable[..., Any], x: Tensor, rank: int, layout: ShardLayout) -> None:
         for row in x.unbind():
             if row.numel():
-                self._messages.append(dist.P2POp(how, row, group=layout.cp.group, group_peer=rank))
+                self._messages.append(dist.P2POp(how, unowned(row), group=layout.cp.group, group_peer=rank))
 
 
 class Linear(torch.autograd.Function):
@@ -237,10 +235,10 @@ def launch_messages(messages: list[dist.P2POp]) -> list[dist.Work]:
 
 
 def unowned(x: Tensor) -> Tensor:
-    """x of a GPU, whose memory is not PyTorch's to that tensor; what sends or receives it keeps it until it has waited.
+    """x, on a GPU by a storage that is not of PyTorch's allocator; a message keeps it until it is waited for.
 
-    PyTorch marks its own memory in messages as used on NCCL's stream: that is free again when the GPU is behind it, not
-    in the order of launches, and each of several calls in a row holds its own.
+    PyTorch records NCCL's stream on its allocator's own blocks. Those are reused only when the GPU has passed the
+    message, not in the order of launches, so that calls in a row would hold a block each.
     """
     return torch.from_dlpack(x.detach()) if x.is_cuda else x
 
