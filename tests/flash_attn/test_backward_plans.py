@@ -41,7 +41,7 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     return set(visited)
 
 
-@pytest.mark.parametrize("case", swept(WITHOUT_PLAN[::-1]), ids=str)
+@pytest.mark.parametrize("case", swept(WITHOUT_PLAN[::-1]), ids=str)  # the padded one first
 def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
     """The kernel loops over one ragged list for every form, but padded lists as they are."""
     found = compiler_sm90.trace(compile_ordered, case, case is STACKED[-1])

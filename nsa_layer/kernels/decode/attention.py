@@ -116,11 +116,11 @@ class WarpRows:
         dtype = Float16 if in_fp8 else self.v.element_type
         shrink = []
         for r in range(2):
-            own = [Float32(scores[x]) for x in range(len(scores)) if x % 4 // 2 == r]
-            highest = cute.arch.warp_reduction_max(reduce_tree(cute.arch.fmax, own), threads_in_group=4)
+            row_scores = [Float32(scores[x]) for x in range(len(scores)) if x % 4 // 2 == r]
+            highest = cute.arch.warp_reduction_max(reduce_tree(cute.arch.fmax, row_scores), threads_in_group=4)
             highest = cute.arch.fmax(self.top[r], highest)
             shift = finite(highest)
-            p = [exp2(x - shift) for x in own]
+            p = [exp2(x - shift) for x in row_scores]
             shrink.append(exp2(self.top[r] - shift))
             self.top[r] = highest
             self.total[r] = self.total[r] * shrink[r] + reduce_tree(add, p)
@@ -229,13 +229,13 @@ def write_partial(
         first, count: the rows, as they lie in these.
     """
     tidx, _, _ = cute.arch.thread_idx()
-    lane, own, n = cute.arch.lane_idx(), cute.arch.warp_idx(), rows.v.shape[0]
+    lane, warp_idx, n = cute.arch.lane_idx(), cute.arch.warp_idx(), rows.v.shape[0]
     g, c = lane // 4, lane % 4
     for r in cutlass.range_constexpr(2):
         total = cute.arch.warp_reduction_sum(rows.total[r], threads_in_group=4)
         if c == 0:
-            sStats[0, g + 8 * r, own] = rows.top[r]
-            sStats[1, g + 8 * r, own] = total
+            sStats[0, g + 8 * r, warp_idx] = rows.top[r]
+            sStats[1, g + 8 * r, warp_idx] = total
         if g + 8 * r < count:
             for j in cutlass.range_constexpr(rows.v.shape[1]):
                 for i in cutlass.range_constexpr(n // 2):  # 2 n columns, four at a time
@@ -243,7 +243,7 @@ def write_partial(
                     for x in cutlass.range_constexpr(4):
                         at = 4 * i + x
                         part[x] = rows.acc[2 * r + at // n, n * j + at % n]
-                    to = cute.local_tile(sAcc[None, g + 8 * r, own], (4,), (2 * n * j + n // 2 * c + i,))
+                    to = cute.local_tile(sAcc[None, g + 8 * r, warp_idx], (4,), (2 * n * j + n // 2 * c + i,))
                     cute.autovec_copy(part, to)
     cute.arch.sync_threads()
     lanes, warps = rows.acc.shape[1] * 8 // COLUMNS, sStats.shape[2]

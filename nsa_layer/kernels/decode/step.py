@@ -184,8 +184,9 @@ def _splits(call: Call, T: int) -> tuple[int, int, int]:
     """Split-KV sizes: CTAs that share a row's compressed keys (0: the second launch reads them), CTAs that share the
     rest, and warps of a CTA."""
     config, Hkv = call.config, call.cache.k_cache.shape[2]
-    G, units = call.q.shape[-2] // Hkv, call.B * Hkv
-    length, listed = config.compressed_length(call.cache.capacity), config.block_counts * config.block_size
+    G, units, step = call.q.shape[-2] // Hkv, call.B * Hkv, _keys_of_step(call)
+    keys = config.compressed_length(call.cache.capacity), config.block_counts * config.block_size
+    length, listed = (-(-count // step) for count in keys)  # in a warp's steps
     rows, units = units * -(-T * G // ROWS), _token_units(call)  # 16 of all, and of a token's
     if config.rule == "index":
         return 0, _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True), WARPS
@@ -200,9 +201,9 @@ def _splits(call: Call, T: int) -> tuple[int, int, int]:
     return (cmp, few, WARPS) if cmp * rows + few * units <= _slots() else (0, slc, warps)
 
 
-def _num_splits(call: Call, keys: int, units: int, warps: int, most: int, clusters: bool) -> int:
-    """Thread blocks of so many warps that share the keys of one of `units`."""
-    steps = -(-keys // (_keys_of_step(call) * warps))
+def _num_splits(call: Call, steps: int, units: int, warps: int, most: int, clusters: bool) -> int:
+    """Thread blocks of so many warps that share the steps of one of `units`."""
+    steps = -(-steps // warps)
     most = max(1, min(steps, most))
     slots = _slots() * WARPS // warps
     return min(call.cache.num_splits, most) if call.cache.num_splits else _fastest(most, steps, units, slots, clusters)

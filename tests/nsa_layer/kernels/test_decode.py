@@ -273,7 +273,8 @@ def stack(name: str, splits: Splits) -> list[list[int]]:
     "step", [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *swept([*FORCED, *BY_INDEX, *DIMS]), *IN_FP8], ids=str
 )
 def test_builds_everywhere(compiler: Worker, step: tuple[str, Splits]) -> None:
-    (name, splits), case = step, CASES[step[0]]
+    name, splits = step
+    case = CASES[name]
     lead = (sum(case.queries),) if case.queries else (len(case.lengths), case.T)
     assert compiler.trace(fake_step, name, splits) == (*lead, case.Hkv * case.G, case.of_v)
 

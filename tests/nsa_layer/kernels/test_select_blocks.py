@@ -298,9 +298,6 @@ LAYERS = {  # of an index, or with fewer branches; their numbers: `test_cute`, `
 }
 
 
-SWEPT_LAYERS = ["the paper's model", "groups of heads", "a gate", "D 96", "D 256"]
-
-
 def traced_layer(name: str) -> list[tuple[int, ...]]:
     """In a worker: shapes of the output and the gradients that the kernels give."""
     from flash_attn.cute.runtime.kernel_cache import at_first_miss
@@ -320,7 +317,12 @@ def traced_layer(name: str) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in (o, *grads) if x is not None]
 
 
-@pytest.mark.parametrize("name", ["batch", "packed", "no compressed key", "window", *swept(SWEPT_LAYERS, 3)])
+SWEPT = ("groups of heads", "a gate", "D 256")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.sweep if name in SWEPT else ()) for name in LAYERS]
+)
 def test_the_layer_is_traced(name: str, compiler: Worker) -> None:
     """With nothing saved of a branch that is not there, and gradients of all inputs."""
     inputs = make_inputs(LAYERS[name])
