@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
-IMPORTS = "import nsa_layer.cute.pages, quack, torch._dynamo, torch._subclasses.fake_tensor"
+IMPORTS = "import nsa_layer.cute.backend, quack, torch._dynamo, torch._subclasses.fake_tensor"
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import torch
 from nsa_layer.call import Call
 from nsa_layer.config import NSAConfig
 
-BACKENDS = {"cute": "nsa_layer.cute.pages", "eager": "nsa_layer.eager.pages", "reference": "nsa_layer.reference"}
+BACKENDS = {"cute": "nsa_layer.cute.backend", "eager": "nsa_layer.eager.backend", "reference": "nsa_layer.reference"}
 ARCHITECTURES = {90: "runs", 100: "compiles"}  # no GPU has run sm_100: it is compiled, and traced in tests
 KV_TILE = 128  # tokens of the kernels' key/value tile
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
@@ -34,8 +34,8 @@ MULTIPLES = f"multiples of {DIM_STEP} from {LEAST_DIM} to {NATIVE_DIMS[-1][0]}"
 WIDEST_BY_KEY_TILE = 128  # D of Hopper's kernels over lists of key tiles
 
 
-def pages(backend: str) -> ModuleType:
-    """The module of a backend, with its two pages `forward` and `backward`; the reference has `attend`."""
+def backend_module(backend: str) -> ModuleType:
+    """The module with a backend's `forward` and `backward`; the reference's has `attend`."""
     return import_module(BACKENDS[backend])
 
 

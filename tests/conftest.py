@@ -8,14 +8,21 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
 
 import pytest
+from fa_compile import MULTIPROCESSORS, Worker, shared_worker
 
 # Tests look at how kernels are compiled; one out of the user's cache would not be.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+
+KEPT_GPU_MEMORY = 1 << 30  # bytes that a process may hold unused between tests
+
+# Under xdist a group stays on one worker: an architecture's kernels are imported once, not twice.
+ARCHITECTURES = [pytest.param(arch, marks=pytest.mark.xdist_group(arch)) for arch in MULTIPROCESSORS]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="kernels-of-a-test-run-")
         os.environ["KERNEL_POOL"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def compiler(request: pytest.FixtureRequest) -> Worker:
+    """A worker that compiles, for each architecture in turn."""
+    return shared_worker(request.param)
 
 
 @pytest.fixture
@@ -60,6 +73,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Free the GPU memory that PyTorch holds unused after a large case: the run's other processes need it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.memory_reserved() > KEPT_GPU_MEMORY:
+        torch.cuda.empty_cache()
 
 
 def _take_turns(items: list[pytest.Item]) -> None:

@@ -80,13 +80,13 @@ class GatherLoop:
 
     def forward(self) -> tuple[Tensor | None, ...]:
         """o, and the fields of `Saved` of each step and shard, by capacity."""
-        (q, _, v), saved, pages = self.call[:3], [], support.pages(self.spec.backend)
+        (q, _, v), saved, backend = self.call[:3], [], support.backend_module(self.spec.backend)
         shapes = iter(self.capacity())
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for step, keys in self._exchanged():
             for i in range(len(self.shards)):
                 (call, _), into = self._shard_call(step, i, keys), self._queries(o, step, i)
-                output, of_shard = pages.forward(call, plan=self.plans[step], backward=self.backward, o=into)
+                output, of_shard = backend.forward(call, plan=self.plans[step], backward=self.backward, o=into)
                 if output is not into:
                     into.copy_(output)
                 saved += [fitted(x, next(shapes)) for x in of_shard]
@@ -102,7 +102,7 @@ class GatherLoop:
             d_sums: of the sums of each step and shard; None: an index has no gradients.
             o: of the selected branch alone on the kernels; else None.
         """
-        exactly, pages = accumulation_dtype(do.dtype), support.pages(self.spec.backend)
+        exactly, backend = accumulation_dtype(do.dtype), support.backend_module(self.spec.backend)
         grads = self.call.map(lambda x: x.new_empty(x.shape), DIFFERENTIABLE)
         grads = grads.map(lambda x: x.new_zeros(x.shape, dtype=exactly), WEIGHTS)
         if d_sums is None:
@@ -115,7 +115,7 @@ class GatherLoop:
                 of_shard = Saved(*map(fitted, saved[at : at + FIELDS], saved_shapes(call, kept=self.kept)))
                 do_part, o_part = (x if x is None else self._queries(x, step, i) for x in (do, o))
                 options = dict(plan=self.plans[step], o=o_part, dq=into.q, window=rows, d_sums=d_sums)
-                ds = pages.backward(call, of_shard, do_part, **options)
+                ds = backend.backward(call, of_shard, do_part, **options)
                 if ds[0] is not into.q:
                     into.q.copy_(ds[0])
                 for name, d in zip(DIFFERENTIABLE[1:], ds[1:]):

@@ -29,7 +29,7 @@ def attend_cached(call: Call, *, validate: bool) -> tuple[Tensor, tuple[Tensor, 
     Args:
         validate: raise, before anything is written, where a sequence does not fit its caches, or shares slots.
     """
-    module, q, lengths = support.pages(call.spec.backend), call.q, call.query_lengths
+    module, q, lengths = support.backend_module(call.spec.backend), call.q, call.query_lengths
     caches = call.cache.named((*TOKEN_CACHES, *COMPRESSED_CACHES))
     pages, new = _pages(call, caches), list(call.sequences())
     ends = [S if call.k is None else S + T for S, T in zip(call.cache.cache_seqlens.tolist(), lengths)]

@@ -159,7 +159,7 @@ def _forward(*args: Any) -> tuple[Tensor | None, ...]:
         check_positions(call.q_offset, tuple(pairs), causal=spec.causal)
     with torch.cuda.device_of(q):
         plan = plan_of(call, heads, budget, kept, needs_grad)
-        o, saved = support.pages(spec.backend).forward(call, plan=plan, backward=needs_grad)
+        o, saved = support.backend_module(spec.backend).forward(call, plan=plan, backward=needs_grad)
     return o, *saved, *_copied_starts(call, call.lengths_known)
 
 
@@ -187,7 +187,7 @@ def _backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | N
     with torch.cuda.device_of(do):
         call = _call((*inputs, starts, block_indices, q_offset, starts_k), static, bound)
         plan, of_loss = plan_of(call, heads, budget, kept, True), d_sums if call.spec.index_loss else None
-        grads = support.pages(call.spec.backend).backward(call, saved, do, plan=plan, o=o, d_sums=of_loss)
+        grads = support.backend_module(call.spec.backend).backward(call, saved, do, plan=plan, o=o, d_sums=of_loss)
     return tuple([d if need else None for d, need in zip(grads, needs, strict=True)])
 
 

@@ -1,4 +1,4 @@
-"""The architectures to compile for, each with one worker process a session."""
+"""Workers that compile for one architecture; what stands for kernels."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import MULTIPROCESSORS, Worker, shared_worker
+from fa_compile import Worker, shared_worker
 from fa_reference import plain_attention, wide
-
-# Under xdist a group stays on one worker: an architecture's kernels are imported once, not twice.
-ARCHITECTURES = [pytest.param(arch, marks=pytest.mark.xdist_group(arch)) for arch in MULTIPROCESSORS]
-
-
-@pytest.fixture(params=ARCHITECTURES)
-def compiler(request: pytest.FixtureRequest) -> Worker:
-    """A worker for each architecture in turn."""
-    return shared_worker(request.param)
 
 
 @pytest.fixture

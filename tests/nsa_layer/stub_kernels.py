@@ -19,7 +19,7 @@ def stubs() -> Iterator[None]:
     from flash_attn.cute import interface
     from flash_attn.cute.cache_utils import JITCache
     from flash_attn.cute.mma.host import CompiledKernels
-    from nsa_layer.cute import pages, selected  # noqa: F401, all modules with kernels
+    from nsa_layer.cute import backend, selected  # noqa: F401, all modules with kernels
     from nsa_layer.kernels import launch
     from nsa_layer.operators import tape
 

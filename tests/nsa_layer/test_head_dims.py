@@ -20,7 +20,7 @@ from nsa_layer.context_parallel import gather_loop
 from nsa_layer.context_parallel.spec import MODES, ContextParallel
 from nsa_layer.cute import padding
 from nsa_layer.cute.memory_plan import predict
-from nsa_layer.eager import pages
+from nsa_layer.eager import backend as eager
 from nsa_layer.saved_shapes import saved_shapes
 from nsa_tools.measure.call_memory import measurement
 from nsa_tools.shape import Shape
@@ -40,19 +40,19 @@ def eager_shapes(call: Call, **options: object) -> Saved:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """Plain PyTorch stands for the kernels' pages, on the CPU; the head dimensions of the calls that it computes."""
+    """Plain PyTorch stands for the kernels' backend, on the CPU; the head dimensions of the calls that it computes."""
     seen = []
 
-    class Pages:
+    class OnCpu:
         @staticmethod
         def forward(call, **options):
             seen.append((call.q.shape[-1], call.v.shape[-1]))
-            return pages.forward(call, **options)
+            return eager.forward(call, **options)
 
-        backward = staticmethod(pages.backward)
+        backward = staticmethod(eager.backward)
 
     monkeypatch.setattr(support, "choose_backend", lambda backend, *_: backend)
-    monkeypatch.setattr(support, "pages", lambda name: Pages if name == "cute" else pages)
+    monkeypatch.setattr(support, "backend_module", lambda name: OnCpu if name == "cute" else eager)
     monkeypatch.setattr(gather_loop, "saved_shapes", eager_shapes)
     yield seen
 

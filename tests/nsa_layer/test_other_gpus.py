@@ -19,7 +19,7 @@ CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, d
 
 def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    from nsa_layer.cute import pages
+    from nsa_layer.cute import backend
 
     entered: list[int] = []
 
@@ -35,7 +35,7 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
         raise RuntimeError(f"asked on {entered}")
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(pages, "forward", asked)
+    monkeypatch.setattr(backend, "forward", asked)
     with FakeTensorMode():
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
     static = static_arguments(CallSpec(CONFIG, True, 0.125)).values()

@@ -58,7 +58,7 @@ def call_of(name: str, *, integers: bool = False, G: int = 4, ranges: Ranges | N
 
 def by_kernels(call: Call, rows: slice = slice(None)) -> tuple[Tensor, Saved, tuple[Tensor, ...]]:
     """o, what is saved, and gradients of 0.7 times the numerator of some rows, of q_index and k_index."""
-    from nsa_layer.cute.pages import backward, forward
+    from nsa_layer.cute.backend import backward, forward
 
     how = dict(plan=MemoryPlan(((0, call.k.shape[-2]),), (False,) * 3))
     o, saved = forward(call, **how)
@@ -156,12 +156,12 @@ def test_scores_are_those_of_the_definition_and_need_no_loss(name: str) -> None:
     call = call_of(name, integers=True).with_scores(True)
     saved = by_kernels(call)[1]
     alone = call._replace(spec=replace(call.spec, index_loss=False))
-    pages, plan = support.pages("cute"), MemoryPlan(((0, call.k.shape[-2]),), (False,) * 3)
-    without = pages.forward(alone, plan=plan)[1]
+    backend, plan = support.backend_module("cute"), MemoryPlan(((0, call.k.shape[-2]),), (False,) * 3)
+    without = backend.forward(alone, plan=plan)[1]
     assert without.index_dz is without.index_sums is None and without.index_scores.equal(saved.index_scores)
     exact = call._replace(block_indices=saved.block_indices).map(Tensor.double, TENSORS)
     torch.testing.assert_close(saved.index_scores, reference.attend(exact)[1].index_scores.float())
-    without = pages.forward(alone._replace(spec=replace(alone.spec, index_scores=False)), plan=plan)[1]
+    without = backend.forward(alone._replace(spec=replace(alone.spec, index_scores=False)), plan=plan)[1]
     assert without.index_scores is None
 
 

@@ -301,8 +301,8 @@ LAYERS = {  # of an index, or with fewer branches; their numbers: `test_cute`, `
 def traced_layer(name: str) -> list[tuple[int, ...]]:
     """In a worker: shapes of the output and the gradients that the kernels give."""
     from flash_attn.cute.runtime.kernel_cache import at_first_miss
+    from nsa_layer.cute.backend import backward, forward
     from nsa_layer.cute.memory_plan import MemoryPlan, split_heads
-    from nsa_layer.cute.pages import backward, forward
     from nsa_layer.saved_shapes import saved_shapes
     from nsa_layer.warm_up.lookup import OnMeta
 

@@ -1,4 +1,4 @@
-"""The kernels' backend: its two pages, once `flash_attn.cute` is known to be the patched build."""
+"""The kernels' forward and backward, once `flash_attn.cute` is known to be the patched build."""
 
 from nsa_layer.fork import require_patched
 

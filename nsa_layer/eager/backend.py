@@ -1,4 +1,4 @@
-"""Plain PyTorch: its two pages."""
+"""Forward and backward in plain PyTorch."""
 
 from nsa_layer.eager.backward import backward
 from nsa_layer.eager.forward import attend, forward
