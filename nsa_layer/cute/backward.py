@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
-from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
+from flash_attn.cute.bwd_dkdv.interface import backward_dkdv
+from flash_attn.cute.bwd_dkdv.spec import KeyPairs
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call import Call, Saved

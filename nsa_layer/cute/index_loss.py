@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
+from flash_attn.cute.bwd_dkdv.spec import KeyPairs
 from nsa_layer.call import Call, Saved
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.index_loss.keys import IndexKeyGradient

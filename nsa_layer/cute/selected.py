@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
+from flash_attn.cute.bwd_dkdv.spec import KeyPairs
 from flash_attn.cute.bwd_sm90 import two_pass
 from nsa_layer.call import Call, CallSpec
 from nsa_layer.config import NSAConfig

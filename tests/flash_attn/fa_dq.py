@@ -60,7 +60,7 @@ def row_sums(
 
 def call(case: Case, x: Inputs, rows: tuple[torch.Tensor, torch.Tensor], lists: Any = None, **output: Any) -> None:
     """The dq pass over the case's lists, or others."""
-    from flash_attn.cute.bwd_dq_sm90.interface import backward_dq
+    from flash_attn.cute.bwd_dq.interface import backward_dq
 
     lists, given = forward_lists(case) if lists is None else lists, options(case, x)
     given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")

@@ -160,7 +160,7 @@ def union_lists(case: TokenCase, tables: list[torch.Tensor]) -> BlockSparseTenso
 
 def key_pairs(case: TokenCase, tables: list[torch.Tensor]) -> Any:
     """`KeyPairs`: rows as work tiles of at most `cap` tokens; what lies past the last is never read."""
-    from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
+    from flash_attn.cute.bwd_dkdv.spec import KeyPairs
 
     by_block = [table.unflatten(0, (case.Hkv, -1)).permute(0, 3, 2, 1).flatten(2) for table in tables]
     heads = [[of[h] for h in range(case.Hkv)] for of in by_block]

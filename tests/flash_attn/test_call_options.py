@@ -76,7 +76,7 @@ def plain_strides() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Shapes and strides that the kernel of dq is launched with for tensors that are `odd`; in a worker."""
     from unittest.mock import patch
 
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+    from flash_attn.cute.bwd_dq import interface as bwd_dq_interface
 
     seen: list[torch.Tensor] = []
     case = Case(D=128, B=1, Hq=1, Hkv=1, T_q=1, T_k=1, lists="full")

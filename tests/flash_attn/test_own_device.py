@@ -60,7 +60,7 @@ def test_a_call_asks_the_gpu_of_its_tensors(gpus: SimpleNamespace, index: int) -
 
 def test_attention_asks_the_gpu_of_its_tensors(gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn.cute import interface
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+    from flash_attn.cute.bwd_dq import interface as bwd_dq_interface
 
     class Asked(Exception):
         pass

@@ -166,8 +166,8 @@ def compile_dq(case: TokenCase, output: str = "dq") -> None:
 
 
 def compile_dkdv(case: TokenCase) -> None:
-    from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
-    from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
+    from flash_attn.cute.bwd_dkdv.interface import backward_dkdv
+    from flash_attn.cute.bwd_dkdv.spec import KeyPairs
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="cuda")
@@ -288,7 +288,7 @@ def test_registers_by_warp(compiler_sm100: Worker, compile_: Callable, case: Tok
 
 def test_registers_are_there_to_take() -> None:
     """A warpgroup that asks for more than others gave back waits forever."""
-    from flash_attn.cute.bwd_dkdv_sm90 import kernel
+    from flash_attn.cute.bwd_dkdv import kernel
 
     at_launch = 65536 // (3 * 128) // 8 * 8
     assert kernel.WARPGROUPS * kernel.CONSUMER_REGISTERS + kernel.PRODUCER_REGISTERS <= 3 * at_launch
@@ -446,7 +446,7 @@ def assert_dq(case: TokenCase, x: Inputs, lists: Any, exact: Tensors, rough: Ten
 
 def assert_dk_and_dv(case: TokenCase, x: Inputs, pairs: Any, exact: Tensors, rough: Tensors) -> None:
     """The same bits twice."""
-    from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
+    from flash_attn.cute.bwd_dkdv.interface import backward_dkdv
 
     rows = row_sums(case, x, case.start, exact)
     before = [torch.randn_like(t) if case.add else torch.full_like(t, torch.nan) for t in (x.k, x.v)]

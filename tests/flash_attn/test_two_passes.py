@@ -462,7 +462,7 @@ def test_rows_that_are_not_used() -> None:
 
 @pytest.mark.gpu
 def test_ctas_that_stay_and_ctas_that_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+    from flash_attn.cute.bwd_dq import interface as bwd_dq_interface
 
     case = replace(BY_GROUP, T_q=3000, T_k=3000)
     x = make_inputs(case)

@@ -124,7 +124,7 @@ def test_kernels_with_a_fault_stay_out_of_the_cache_on_disk(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", [name for name, m in ALL.items() if m.needs == GPU and not m.waits])
 def test_it_is_found_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn.cute import interface
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+    from flash_attn.cute.bwd_dq import interface as bwd_dq_interface
     from flash_attn.cute.cache_utils import JITCache
 
     for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, bwd_dq_interface._compiled):

@@ -5,7 +5,7 @@ are fewer CTAs, and the last of them leave multiprocessors idle for longer.
 
 Block-sparse backward in one pass adds its parts of dq to fp32 memory, which bounds it where lists are sparse and has to
 be ordered where bits have to repeat. In two passes the first is that kernel without dq, and the second
-(`bwd_dq_sm90/interface`) stays on a block of queries, reads the lists of forward and stores dq in its own dtype: no
+(`bwd_dq/interface`) stays on a block of queries, reads the lists of forward and stores dq in its own dtype: no
 order of adds, no semaphore values. docs/block_sparsity.md has the times behind the rule.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
-from flash_attn.cute.bwd_dq_sm90.interface import ACCUM_TILE, backward_dq, lists_of_queries  # noqa: F401 - callers'
+from flash_attn.cute.bwd_dq import spec as dq_spec
+from flash_attn.cute.bwd_dq.interface import ACCUM_TILE, backward_dq, lists_of_queries  # noqa: F401 - callers'
 from flash_attn.cute.fwd_sm90.persistence import capacity
 from flash_attn.cute.lists import tiling
 from flash_attn.cute.lists.rows import ListHeads

@@ -12,8 +12,8 @@ import torch
 from cutlass import Float32, Int32
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, to_cute_block_sparse_tensors
-from flash_attn.cute.bwd_dq_sm90.interface import lists_of_queries
-from flash_attn.cute.bwd_dq_sm90.spec import DqSpec, unsupported
+from flash_attn.cute.bwd_dq.interface import lists_of_queries
+from flash_attn.cute.bwd_dq.spec import DqSpec, unsupported
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.mma.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors

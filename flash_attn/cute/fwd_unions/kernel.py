@@ -16,10 +16,10 @@ from quack import layout_utils
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensors
-from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput
-from flash_attn.cute.bwd_dq_sm90.kernel import FlashAttentionBackwardDqSm90, parts_of_stages
-from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows
-from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
+from flash_attn.cute.bwd_dq.epilogue import DqOutput
+from flash_attn.cute.bwd_dq.kernel import FlashAttentionBackwardDqSm90, parts_of_stages
+from flash_attn.cute.bwd_dq.packed_heads import load_rows
+from flash_attn.cute.bwd_dq.spec import THREADS, WARPGROUPS
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.block_sums import BlockSums
 from flash_attn.cute.fwd_sm90.loads import NOWHERE, TmaTensor

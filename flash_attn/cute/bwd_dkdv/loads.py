@@ -1,4 +1,4 @@
-"""The two warps that load for a warpgroup of `bwd_dkdv_sm90/kernel`: tiles by TMA, and their row sums.
+"""The two warps that load for a warpgroup of `bwd_dkdv/kernel`: tiles by TMA, and their row sums.
 
 The heads of a token are neighbours in memory, and the swizzle of shared memory goes by address, so a box of them lands
 at any row of a tile. Rows without a pair hold another pair's q and do, or zeros, and an lse_log2 of +inf: P = dS = 0.
@@ -14,8 +14,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType
 
 from flash_attn.cute import pipeline as pipeline_custom
-from flash_attn.cute.bwd_dkdv_sm90.spec import DkdvSpec
-from flash_attn.cute.bwd_dkdv_sm90.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
+from flash_attn.cute.bwd_dkdv.spec import DkdvSpec
+from flash_attn.cute.bwd_dkdv.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
 from flash_attn.cute.fwd_sm90.loads import TmaTensor
 from flash_attn.cute.lists.tiling import ROWS, box_columns
 

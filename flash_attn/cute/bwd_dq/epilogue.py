@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn.cute import utils
-from flash_attn.cute.bwd_dq_sm90.spec import THREADS
+from flash_attn.cute.bwd_dq.spec import THREADS
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 
 

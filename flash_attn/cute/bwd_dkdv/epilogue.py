@@ -13,9 +13,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn.cute import utils
-from flash_attn.cute.bwd_dkdv_sm90.spec import THREADS, DkdvSpec
-from flash_attn.cute.bwd_dkdv_sm90.work_tiles import WorkTiles
-from flash_attn.cute.bwd_dq_sm90.epilogue import exchanged
+from flash_attn.cute.bwd_dkdv.spec import THREADS, DkdvSpec
+from flash_attn.cute.bwd_dkdv.work_tiles import WorkTiles
+from flash_attn.cute.bwd_dq.epilogue import exchanged
 from flash_attn.cute.lists.tiling import ROWS
 
 ROWS_OF_THREAD = 2

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
 
-from flash_attn.cute.bwd_dkdv_sm90.spec import DkdvSpec, KeyPairs, unsupported
+from flash_attn.cute.bwd_dkdv.spec import DkdvSpec, KeyPairs, unsupported
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.mma.form import use_mma_sync

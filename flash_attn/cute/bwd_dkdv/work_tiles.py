@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_attn.cute import pipeline as pipeline_custom
-from flash_attn.cute.bwd_dkdv_sm90.spec import DkdvSpec
+from flash_attn.cute.bwd_dkdv.spec import DkdvSpec
 from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.seqlen_info import SeqlenInfoQK

@@ -1,4 +1,4 @@
-"""The kernel of `bwd_dkdv_sm90/interface`: two warpgroups that multiply, each for work tiles of its own, and their
+"""The kernel of `bwd_dkdv/interface`: two warpgroups that multiply, each for work tiles of its own, and their
 loaders.
 
     a load warp   for its warpgroup: k of a work tile, q of its tokens, a box of the group's heads at a time
@@ -25,10 +25,10 @@ from quack import layout_utils, sm90_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
-from flash_attn.cute.bwd_dkdv_sm90.epilogue import ROWS_OF_THREAD, KeyRows, add_partial_sums, partial_sum
-from flash_attn.cute.bwd_dkdv_sm90.loads import SUMS, WARP, Loader
-from flash_attn.cute.bwd_dkdv_sm90.spec import THREADS, WARPGROUPS, DkdvSpec
-from flash_attn.cute.bwd_dkdv_sm90.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
+from flash_attn.cute.bwd_dkdv.epilogue import ROWS_OF_THREAD, KeyRows, add_partial_sums, partial_sum
+from flash_attn.cute.bwd_dkdv.loads import SUMS, WARP, Loader
+from flash_attn.cute.bwd_dkdv.spec import THREADS, WARPGROUPS, DkdvSpec
+from flash_attn.cute.bwd_dkdv.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import TmaTensor, tma_pipelines
 from flash_attn.cute.lists.tiling import ROWS, box_columns

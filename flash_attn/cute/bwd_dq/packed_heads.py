@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from flash_attn.cute.bwd_dq_sm90.spec import THREADS
+from flash_attn.cute.bwd_dq.spec import THREADS
 from flash_attn.cute.fwd_sm90.loads import TmaTensor
 from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.tiling import ROWS

@@ -28,8 +28,8 @@ from flash_attn.cute.block_sparsity import (
     normalize_block_sparse_config,
     to_cute_block_sparse_tensors,
 )
-from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
-from flash_attn.cute.bwd_dq_sm90.spec import THREADS, TILE_M, DqSpec
+from flash_attn.cute.bwd_dq import spec as dq_spec
+from flash_attn.cute.bwd_dq.spec import THREADS, TILE_M, DqSpec
 from flash_attn.cute.cute_dsl_utils import get_aux_tensor_metadata, maybe_contiguous, to_cute_aux_tensor
 from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats, query_bits

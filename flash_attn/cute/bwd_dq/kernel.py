@@ -1,4 +1,4 @@
-"""The kernel of `bwd_dq_sm90/interface`: a load warp, and two warpgroups that multiply, 64 queries each.
+"""The kernel of `bwd_dq/interface`: a load warp, and two warpgroups that multiply, 64 queries each.
 
     load warp     q and do of a warpgroup when it has no more use for those before, k and v as stages come free
     warpgroups    dS of the step before times k, and S of this step, in flight together; dP while S is awaited and
@@ -23,10 +23,10 @@ from quack import layout_utils, sm90_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute.block_sparsity import BlockSparseTensors
-from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput, RowSums
-from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows, tma_of_rows
-from flash_attn.cute.bwd_dq_sm90.spec import THREADS, TILE_M, WARPGROUPS, WARPS, DqSpec
-from flash_attn.cute.bwd_dq_sm90.steps import StageProducts, WarpgroupSteps, arrive_scheduler_barrier
+from flash_attn.cute.bwd_dq.epilogue import DqOutput, RowSums
+from flash_attn.cute.bwd_dq.packed_heads import load_rows, tma_of_rows
+from flash_attn.cute.bwd_dq.spec import THREADS, TILE_M, WARPGROUPS, WARPS, DqSpec
+from flash_attn.cute.bwd_dq.steps import StageProducts, WarpgroupSteps, arrive_scheduler_barrier
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import KeyLoop, TileCoord, TmaTensor, key_loader, query_loader, tma_pipelines
 from flash_attn.cute.fwd_sm90.masks import KeyMask

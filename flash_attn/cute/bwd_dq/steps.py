@@ -16,7 +16,7 @@ from quack import layout_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
-from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
+from flash_attn.cute.bwd_dq.spec import THREADS, WARPGROUPS
 from flash_attn.cute.fwd_sm90.loads import NOWHERE, KeyLoop
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 
