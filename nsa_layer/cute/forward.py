@@ -7,6 +7,7 @@ compressed keys and values, and the selected blocks. Block lists are built again
 from __future__ import annotations
 
 from contextlib import nullcontext
+from inspect import unwrap
 
 import torch
 
@@ -31,6 +32,7 @@ from nsa_layer.support import UNION_BLOCK, device_arch, reads_unions
 from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
+attention_forward = unwrap(_flash_attn_fwd)  # the call's GPU is the current one here
 
 
 def forward(
@@ -177,7 +179,7 @@ def attend_branch(
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse
     if into is not None:
         options = options | dict(out=into[0], lse=into[1])
-    return _flash_attn_fwd(q, k, v, return_lse=True, softmax_scale=spec.softmax_scale, **options)[:2]
+    return attention_forward(q, k, v, return_lse=True, softmax_scale=spec.softmax_scale, **options)[:2]
 
 
 def attend_selected(

@@ -17,8 +17,8 @@ from nsa_layer.checks import check_compressed, check_lists, check_positions, hos
 from nsa_layer.config import CONFIG_FIELDS, NSAConfig
 from nsa_layer.cute.memory_plan import NOTHING, MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
 from nsa_layer.cute.padding import cut, padded
+from nsa_layer.operators import tape
 from nsa_layer.operators.registration import define, differentiate, dispatcher_sees, needs_dispatcher, none_for_empty
-from nsa_layer.operators.tape import replayed
 from nsa_layer.saved_shapes import saved_shapes
 
 Tensor = torch.Tensor
@@ -28,6 +28,7 @@ CONFIG = f"{', '.join(f'{SCHEMA_TYPES[f.type]} {f.name}' for f in fields(NSAConf
 SPEC_FIELDS = tuple(each.split()[-1] for each in OF_SPEC.split(", "))
 STATIC_NAMES = (*CONFIG_FIELDS, *SPEC_FIELDS)
 INPUTS, COUNT, FIELDS = len(TENSORS), len(DIFFERENTIABLE), len(Saved._fields)
+BUDGET = -4  # the number of `_forward`'s argument, from the end
 
 
 def attend(
@@ -59,14 +60,14 @@ def attend(
             heads, kept = plan.groups[0][1], plan.kept
     static = (*static_arguments(spec).values(), heads, memory.budget, kept, spec.bound, needs_grad)
     call = padded(call, needs_grad=needs_grad) if spec.backend == "cute" else call
-    tensors = call.tensors
-    if needs_dispatcher(tensors):
-        o, *saved = OP(*tensors, *static)
+    args = (*call.tensors, *static)
+    if needs_dispatcher(call.tensors):
+        o, *saved = OP(*args)
     elif needs_grad:
-        o, *saved = APPLY(_forward, *unwrap_dead_wrappers(tensors), *static)
+        o, *saved = APPLY(tape.for_layout(_forward, args, budget=BUDGET), *unwrap_dead_wrappers(args))
     else:
         with torch.no_grad():
-            o, *saved = _forward(*tensors, *static)
+            o, *saved = tape.for_layout(_forward, args, budget=BUDGET)(*args)
     saved, o = Saved(*map(none_for_empty, saved[:FIELDS])), cut(o, v.shape[-1])
     return o, saved.aux(call) if return_aux else None, saved.index_sums
 
@@ -81,8 +82,8 @@ class Attend(derivatives.ReverseMode):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
-        run, *args = inputs
-        call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], run is not _forward
+        args = inputs[1:]
+        call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], True
         o = output[0] if reads_output(ctx.static) else None
         ctx.save_for_backward(*call.differentiable, call.block_indices, call.q_offset, o, *output[1:])
         constant = output[1:] if not static_spec(ctx.static).index_loss else output[1:FIELDS] + output[1 + FIELDS :]
@@ -102,6 +103,15 @@ class Attend(derivatives.ReverseMode):
         grads = derivatives.first_derivatives(run, do, d_sums, *tensors, *ctx.static, needs)
         grads = (d if need else None for d, need in zip(grads, needs, strict=True))
         return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - COUNT)
+
+
+class _Direct(Attend):
+    """Where the dispatcher would do nothing, now and in backward."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
+        Attend.setup_context(ctx, inputs, output)
+        ctx.dispatched = False
 
 
 def output_gradient(do: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
@@ -141,7 +151,6 @@ def _call(tensors: Sequence[Tensor | None], static: Sequence[Any], bound: int | 
     return with_lengths(call, bound, read=host_reads(call.spec.backend, call.q, call.cu_seqlens, call.cu_seqlens_k))
 
 
-@partial(replayed, budget=-4)
 def _forward(*args: Any) -> tuple[Tensor | None, ...]:
     """o, the fields of `Saved`, and copies of starts of queries and of keys.
 
@@ -173,7 +182,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     return q.new_empty((*q.shape[:-1], call.v.shape[-1])), *saved, *starts
 
 
-@partial(replayed, budget=-5)
+@partial(tape.replayed, budget=BUDGET - 1)
 def _backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the differentiable tensors, None where none is needed.
 
@@ -211,9 +220,10 @@ def schema_of(names: Sequence[str]) -> str:
 STATIC = f"{CONFIG}, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad"
 SAVED = ("block_indices", "q_offset", "o", *(f"saved_{name}" for name in Saved._fields))
 OF_BACKWARD = (schema_of(DIFFERENTIABLE), *(f"Tensor? {name}" for name in SAVED), "Tensor? starts, Tensor? starts_k")
-OP, _compute = define("attend", f"{schema_of(TENSORS)}, {STATIC}", 3 + FIELDS, _forward, _forward_fake)
-_backward_schema = f"Tensor do, Tensor? d_sums, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
-BACKWARD_OP, _compute_backward = define("attend_backward", _backward_schema, COUNT, _backward, _backward_fake)
+_schema, _replayed_forward = f"{schema_of(TENSORS)}, {STATIC}", tape.replayed(_forward, budget=BUDGET)
+OP, _compute = define("attend", _schema, 3 + FIELDS, _replayed_forward, _forward_fake)
+_schema = f"Tensor do, Tensor? d_sums, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
+BACKWARD_OP, _compute_backward = define("attend_backward", _schema, COUNT, _backward, _backward_fake)
 differentiate(OP, _compute, Attend)
 differentiate(BACKWARD_OP, _compute_backward, derivatives.FirstDerivatives)
-APPLY = super(torch.autograd.Function, Attend).apply  # the class's own looks at forward's signature every time
+APPLY = super(torch.autograd.Function, _Direct).apply  # the class's own looks at forward's signature every time

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -40,23 +40,28 @@ def replayed(function: Callable[..., tuple], *, budget: int | None = None) -> Ca
 
     @wraps(function)
     def call(*args: Any) -> tuple:
-        layout = _layout(function, args) if budget is None or args[budget] is None else None
-        if layout is None:
-            return function(*args)
-        tape = _tapes.get(layout, False) if layout in _tapes else _remember(layout)
-        if tape:
-            return tape(*args)
-        if tape is False:
-            return function(*args)
-        _tapes[layout] = False
-        recorder, launches = _Recorder(args), sys.modules.get(LAUNCHES)
-        with nullcontext() if launches is None else launches.observed(recorder.launched), recorder:
-            outputs = function(*args)
-        if recorder.fits:
-            _tapes[layout] = recorder.tape(outputs)
-        return outputs
+        return for_layout(function, args, budget=budget)(*args)
 
     return call
+
+
+def for_layout(function: Callable[..., tuple], args: tuple, *, budget: int | None = None) -> Callable[..., tuple]:
+    """What to call with the arguments: the tape of their layout, what makes it of a layout's second call, or else the
+    function. `replayed` says of what functions, and what a budget is."""
+    layout = _layout(function, args) if budget is None or args[budget] is None else None
+    tape = False if layout is None else _tapes[layout] if layout in _tapes else _remember(layout)
+    return tape or (function if tape is False else partial(_taped, function, layout))
+
+
+def _taped(function: Callable[..., tuple], layout: tuple, *args: Any) -> tuple:
+    """The function's outputs; its tape is kept where it can have one."""
+    _tapes[layout] = False
+    recorder, launches = _Recorder(args), sys.modules.get(LAUNCHES)
+    with nullcontext() if launches is None else launches.observed(recorder.launched), recorder:
+        outputs = function(*args)
+    if recorder.fits:
+        _tapes[layout] = recorder.tape(outputs)
+    return outputs
 
 
 def forget() -> None:

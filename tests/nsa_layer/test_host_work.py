@@ -29,7 +29,8 @@ from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 
-def test_the_way_of_a_call_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("longest", [0, tape.LONGEST], ids=["whole", "by a tape"])
+def test_the_way_of_a_call_is_short(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
     """From `nsa` to the first launch: eight frames in four files, with a gradient and no graph."""
     stacks: list[traceback.StackSummary] = []
 
@@ -38,6 +39,7 @@ def test_the_way_of_a_call_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
             stacks.append(traceback.extract_stack()[:-2])
 
     monkeypatch.setattr(stub_kernels, "LAUNCHED", Noted())
+    monkeypatch.setattr(tape, "LONGEST", longest)
     q, k, v = (torch.randn(1, 1024, H, 64, dtype=torch.bfloat16, requires_grad=True) for H in (4, 2, 2))
     with stubbed_layer():
         for _ in range(2):
