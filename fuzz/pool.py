@@ -22,7 +22,7 @@ from unittest.mock import patch
 from fuzz.mutations import Mutation, planted
 from fuzz.prop import SM90, SM100, Property, properties
 from fuzz.run import Budget, Failure, Outcome, run_property
-from nsa_layer.warm_up.lookup import ENVIRONMENT as KERNEL_ENVIRONMENT
+from nsa_layer.warm_up.jobs import ENVIRONMENT as KERNEL_ENVIRONMENT
 
 PATIENCE = 180.0  # seconds that one example may take before it counts as a hang, and a worker to import what it checks
 GRACE = 30.0  # seconds that the last slices may take beyond the time

@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
-from nsa_layer.cached_call import check_slots
+from nsa_layer.cache_slots import check_slots
 from nsa_layer.call import CACHES, COMPRESSED_CACHES, SCALES, TOKEN_CACHES, Call, Saved, lse_shape
 from nsa_layer.cute.forward import forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from nsa_layer import support
-from nsa_layer.cached_call import check_slots
+from nsa_layer.cache_slots import check_slots
 from nsa_layer.call import COMPRESSED_CACHES, LSES, TOKEN_CACHES, Aux, Call, accumulation_dtype
 from nsa_layer.eager.pooling import compress
 from nsa_layer.kvcache.fp8 import dequantise, in_cache_dtype

@@ -106,7 +106,7 @@ class Attend(derivatives.ReverseMode):
 
 
 class _Direct(Attend):
-    """Where the dispatcher would do nothing, now and in backward."""
+    """The same as a function, for calls and gradients with which the dispatcher would do nothing."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:

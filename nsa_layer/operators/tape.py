@@ -46,8 +46,11 @@ def replayed(function: Callable[..., tuple], *, budget: int | None = None) -> Ca
 
 
 def for_layout(function: Callable[..., tuple], args: tuple, *, budget: int | None = None) -> Callable[..., tuple]:
-    """What to call with the arguments: the tape of their layout, what makes it of a layout's second call, or else the
-    function. `replayed` says of what functions, and what a budget is."""
+    """The tape of the arguments' layout; for a layout's second call, the function recorded; else the function itself.
+
+    Args:
+        function, budget: of `replayed`.
+    """
     layout = _layout(function, args) if budget is None or args[budget] is None else None
     tape = False if layout is None else _tapes[layout] if layout in _tapes else _remember(layout)
     return tape or (function if tape is False else partial(_taped, function, layout))

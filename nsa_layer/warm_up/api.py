@@ -27,7 +27,7 @@ from nsa_layer.call import Call, CallSpec, Signature
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, kept_in_graphs
 from nsa_layer.support import device_arch, kernel_family, native_dims
-from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel
+from nsa_layer.warm_up.jobs import ENVIRONMENT, Kernel
 
 WORKERS = "NSA_COMPILE_WORKERS"
 
@@ -81,7 +81,7 @@ def compile_calls(calls: Iterable[Signature], *, target: dict[str, str], jobs: i
     """Compile each kernel of the calls once, ``jobs`` at a time; yields their number, then kernels as they are done.
 
     Args:
-        target: variables of the architecture that is compiled for, see `lookup.ENVIRONMENT`.
+        target: variables of the architecture that is compiled for, see `jobs.ENVIRONMENT`.
 
     Raises:
         RuntimeError: kernels are not kept on disk, or the process that compiles them has ended.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,32 +22,13 @@ from torch.utils._pytree import tree_map_only
 
 from nsa_layer.call import Call, Signature
 from nsa_layer.cute.memory_plan import MemoryPolicy
-
-# The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
-ENVIRONMENT = {
-    90: {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"},
-    100: {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"},
-}
-
-
-class Kernel(NamedTuple):
-    """A kernel of a call, its file in the cache, and the result of compiling it.
-
-    Attributes:
-        seconds: of compiling; None where the cache had it.
-    """
-
-    name: str
-    file: Path
-    call: Signature
-    seconds: float | None = None
-    error: str | None = None
+from nsa_layer.warm_up.jobs import Kernel
 
 
 def kernel_files(call: Signature) -> dict[str, Path]:
     """The call's kernels in the order of their launches: names, as folder and file in the cache, and paths.
 
-    The process must have a target's `ENVIRONMENT`, for `compile_kernel` too; RuntimeError without a cache on disk.
+    The process must have a target's `jobs.ENVIRONMENT`, for `compile_kernel` too; RuntimeError without a cache on disk.
     """
     files: dict[str, Path] = {}
 
@@ -144,7 +124,7 @@ def make_call(call: Signature) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from flash_attn.cute.runtime import kernel_cache
-    from nsa_layer.cute import kvcache, pages
+    from nsa_layer.cute import backend, kvcache
 
     with kernel_cache.at_first_miss(lambda: None), FakeTensorMode(), OnMeta(), torch.no_grad():
         tensors = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, shape, dtype in call.tensors}
@@ -154,6 +134,6 @@ def make_call(call: Signature) -> None:
             return
         groups = {end - first: (first, end) for first, end in call.plan.groups}
         plan = replace(call.plan, groups=tuple(groups.values()))
-        o, saved = pages.forward(fake, plan=plan, backward=call.backward)
+        o, saved = backend.forward(fake, plan=plan, backward=call.backward)
         if call.backward:
-            pages.backward(fake, saved, torch.empty_like(o), plan=plan, o=o, d_sums=saved.index_sums)
+            backend.backward(fake, saved, torch.empty_like(o), plan=plan, o=o, d_sums=saved.index_sums)

@@ -19,7 +19,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from nsa_layer.call import Signature
-from nsa_layer.warm_up.lookup import Kernel, compile_kernel, kernel_files
+from nsa_layer.warm_up.jobs import Kernel
+from nsa_layer.warm_up.lookup import compile_kernel, kernel_files
 
 IDLE = 300.0  # seconds without an order before it ends
 PROGRESS = "NSA_COMPILE_PROGRESS"

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from nsa_layer.fork import fork_status
 from nsa_layer.support import missing_feature
 from nsa_layer.warm_up.api import compile_calls
-from nsa_layer.warm_up.lookup import ENVIRONMENT, Kernel
+from nsa_layer.warm_up.jobs import ENVIRONMENT, Kernel
 from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, count, shapes
 from nsa_tools.report.tables import markdown
 from nsa_tools.shape import Shape

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nsa_layer import NSAConfig
 from nsa_layer.call import Signature
 from nsa_layer.warm_up import api, lookup
-from nsa_layer.warm_up.lookup import ENVIRONMENT
+from nsa_layer.warm_up.jobs import ENVIRONMENT
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
 OWN = """
@@ -38,7 +38,7 @@ from nsa_layer.call import OWN_KEYS, Call, CallSpec, KVCache, Signature
 from nsa_layer.warm_up import lookup
 from nsa_layer.warm_up.lookup import kernel_files
 from nsa_tools.shape import Shape
-from nsa_layer.cute import kvcache, pages
+from nsa_layer.cute import backend, kvcache
 from nsa_layer.cute.memory_plan import MemoryPlan
 
 warnings.simplefilter("ignore")
@@ -60,9 +60,9 @@ def own_call(call, bounded=False):
         own = own._replace(spec=spec)
         assert Signature.of(own, call.plan, backward=call.backward) == call
         own = own._replace(cu_seqlens=starts)
-    o, saved = pages.forward(own, plan=call.plan)
+    o, saved = backend.forward(own, plan=call.plan)
     if call.backward:
-        pages.backward(own, saved, torch.empty_like(o), plan=call.plan, o=o)
+        backend.backward(own, saved, torch.empty_like(o), plan=call.plan, o=o)
 
 def asked(call, **how):
     names = {}

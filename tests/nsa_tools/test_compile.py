@@ -10,7 +10,7 @@ import pytest
 
 from nsa_layer import support
 from nsa_layer.warm_up import lookup
-from nsa_layer.warm_up.lookup import ENVIRONMENT
+from nsa_layer.warm_up.jobs import ENVIRONMENT
 from nsa_tools.commands import compile
 from nsa_tools.shape import Shape
 from nsa_tools.testing import covering_calls
