@@ -93,9 +93,9 @@ def compress_blocks(compressors: Compressors, k: torch.Tensor, v: torch.Tensor) 
 def _packed_blocks(x: torch.Tensor, starts: torch.Tensor, config: NSAConfig) -> torch.Tensor:
     """[total, Hkv, D] -> [rows, l, Hkv, D], the tokens of the complete blocks of all sequences, in order."""
     total, starts = x.shape[0], starts.to(x.device).long()
-    counts = ((starts.diff() - config.span) // config.stride + 1).clamp(min=0)
+    counts = config.compressed_length(starts.diff())
     ends = counts.cumsum(0)
-    block = torch.arange(total // config.stride, device=x.device)
+    block = torch.arange(config.compressed_capacity(total), device=x.device)
     sequence = torch.searchsorted(ends, block, right=True).clamp(max=counts.shape[0] - 1)
     first = starts[sequence] + (block - (ends - counts)[sequence]) * config.stride
     tokens = first[:, None] + torch.arange(config.span, device=x.device)

@@ -177,9 +177,11 @@ class NSAConfig:
         in_tile = max(1, self.q_tile // self.block_size) - 1 if self.local_blocks else 0
         return self.init_blocks + self.local_blocks + in_tile > self.block_counts
 
-    def compressed_length(self, T: int) -> int:
+    def compressed_length(self, T: int | torch.SymInt | torch.Tensor) -> int | torch.SymInt | torch.Tensor:
         """Compressed keys of T tokens: complete blocks only."""
         count = (T - self.span) // self.stride + 1
+        if isinstance(count, torch.Tensor):
+            return count.clamp(min=0)
         return max(0, count) if isinstance(count, int) else torch.sym_max(0, count)
 
     def compressed_capacity(self, total: int) -> int:

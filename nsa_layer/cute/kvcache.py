@@ -132,7 +132,7 @@ def _bytes_copied(call: Call) -> int:
     how, config, tokens = _how_read(call), call.config, call.cache.capacity
     if how == "pages":
         window = call.longest + config.window_reach if config.computes("window") else 0
-        copied = min(tokens, window) + tokens // config.stride * config.computes("compressed")
+        copied = min(tokens, window) + config.compressed_capacity(tokens) * config.computes("compressed")
         return _bytes_of_tokens(call, copied, TOKEN_CACHES[:4]) + _bytes_of_tokens(call, tokens, ("k_index",))
     return 0 if how == "rows" else _bytes_of_tokens(call, tokens)
 

@@ -142,7 +142,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     query_heads, rows, row_sizes = heads * (sizes.Hq // sizes.Hkv), tokens * sizes.Hq, sizes.D + sizes.Dv
     compresses, selects, slides = there = tuple(map(config.computes, BRANCHES))
     kept = [] if sizes.one_branch else list(compress(kept, there))
-    tiles, blocks = -(-tokens // config.q_tile), keys // config.stride * compresses
+    tiles, blocks = config.num_tiles(tokens), config.compressed_capacity(keys) * compresses
     branch, row_numbers = tokens * query_heads * sizes.Dv * e, tokens * query_heads * 4 * config.num_branches
     compressed = blocks * heads * (row_sizes * e + sizes.D * 4)
     dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * keys * heads * row_sizes
