@@ -22,8 +22,9 @@ UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
 UNION_BLOCK = 64  # keys of an entry of a union of a tile's lists
 LEAST_BLOCK = 16  # keys of a listed block; those smaller than an entry share it
 # Of the kernels that select blocks: blocks of a list, compressed keys that overlap a block, query heads of a group.
-MOST_BLOCKS, MOST_OVERLAPS = 64, 64
+MOST_BLOCKS, MOST_BLOCKS_BY_INDEX, MOST_OVERLAPS = 64, 128, 64
 INDEX_DIMS = (16, 32, 64, 128)
+INDEX_SIZES = f"{', '.join(map(str, INDEX_DIMS[:-1]))} or {INDEX_DIMS[-1]}"
 MOST_HEADS_BY_TILE, MOST_HEADS_BY_TOKEN = 32, 128
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) that kernels are compiled for, ascending; others are padded.
@@ -87,7 +88,7 @@ def _selects(call: Call) -> bool:
 
 
 def _has_too_long_lists(call: Call) -> bool:
-    most = MOST_BLOCKS * (2 if call.config.rule == "index" else 1)
+    most = MOST_BLOCKS_BY_INDEX if call.config.rule == "index" else MOST_BLOCKS
     return call.block_indices is None and call.config.block_counts > most
 
 
@@ -107,9 +108,9 @@ def _has_too_many_overlaps(call: Call) -> bool:
 SUPPORTED = (
     *(f"dtype {str(dtype).removeprefix('torch.')}" for dtype in KERNEL_DTYPES),
     *(f"head dimensions {dims}" for dims in NATIVE_DIMS),
-    f"other {MULTIPLES}, Dv <= D, padded to these by a copy, on Hopper without gradients of k and v alone where the "
-    "selected branch is alone",
-    "block_size that divides 128 or is a multiple of 64",
+    f"other {MULTIPLES}, Dv <= D: rows copied and padded; on Hopper, of the selected branch alone without gradients, "
+    "those of k and v only",
+    f"block_size that divides {KV_TILE} or is a multiple of {UNION_BLOCK}",
     "any compress_stride, not causal",
     "rule='index'",
     "branches left out",
@@ -131,18 +132,18 @@ LACKING: dict[str, Callable[[Call], bool]] = {
     "dtype float64": lambda call: call.q.dtype is torch.float64,
     f"head dimensions other than {MULTIPLES}, Dv <= D": _has_other_dims,
     "any other block_size": lambda call: KV_TILE % call.config.block_size and call.config.block_size % UNION_BLOCK,
-    "block_size below 16": lambda call: call.config.block_size < LEAST_BLOCK,
+    f"block_size below {LEAST_BLOCK}": lambda call: call.config.block_size < LEAST_BLOCK,
     "block_size 16 with G below 4, 32 with 1": lambda call: (
         call.q_heads_per_list * call.config.block_size < UNION_BLOCK
     ),
-    "block_counts above 64, of an index above 128": _has_too_long_lists,
-    "G above 128 with q_tile 1, above 32 with others": _has_too_many_heads,
-    "blocks that more than 64 compressed keys overlap": _has_too_many_overlaps,
+    f"block_counts above {MOST_BLOCKS}, of an index above {MOST_BLOCKS_BY_INDEX}": _has_too_long_lists,
+    f"G above {MOST_HEADS_BY_TOKEN} with q_tile 1, above {MOST_HEADS_BY_TILE} with others": _has_too_many_heads,
+    f"blocks that more than {MOST_OVERLAPS} compressed keys overlap": _has_too_many_overlaps,
     "compress_offset 0 with compress_stride 1": lambda call: (
         call.config.span > call.config.stride == 1 and not call.config.offset
     ),
     "rule='seed'": lambda call: call.config.rule == "seed",
-    "index of other than 16, 32, 64 or 128 dimensions": lambda call: (
+    f"index of other than {INDEX_SIZES} dimensions": lambda call: (
         call.q_index is not None and call.q_index.shape[-1] not in INDEX_DIMS
     ),
 }
