@@ -108,7 +108,7 @@ def _has_too_many_overlaps(call: Call) -> bool:
 SUPPORTED = (
     *(f"dtype {str(dtype).removeprefix('torch.')}" for dtype in KERNEL_DTYPES),
     *(f"head dimensions {dims}" for dims in NATIVE_DIMS),
-    f"other {MULTIPLES}, Dv <= D: rows copied and padded; on Hopper, of the selected branch alone without gradients, "
+    f"other {MULTIPLES}, Dv <= D: rows copied and padded, on Hopper with the selected branch alone and no gradients "
     "those of k and v only",
     f"block_size that divides {KV_TILE} or is a multiple of {UNION_BLOCK}",
     "any compress_stride, not causal",
