@@ -162,7 +162,7 @@ def _check_new(call: Call) -> None:
         if x is not None and cache is None:
             raise ValueError(f"{name} needs {name}_cache to be written to, got none")
         if name in TOKEN_CACHES[2:] and cache is not None and (x is None) != (call.k is None):
-            raise ValueError(f"{name} must be given with k, and only then, where there is a {name}_cache")
+            raise ValueError(f"{name} must be given with k, and only then, beside a {name}_cache, got one alone")
 
 
 def check_scales(cache: KVCache) -> None:

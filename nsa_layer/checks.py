@@ -282,7 +282,7 @@ def check_rule(
     if not causal:
         raise ValueError("rule='index' needs causal=True, got False")
     if call.block_indices is not None:
-        raise ValueError("block_indices must be None with rule='index', whose lists are its choice")
+        raise ValueError("block_indices must be None with rule='index', whose lists are its choice, got a tensor")
     if sizes["Hi"] not in (1, sizes["Hkv"]):
         raise ValueError(f"{of_keys} must have {sizes['Hkv']} heads, as k has, or 1, got {sizes['Hi']}")
     return check_scale(scale, sizes["Di"], "index_scale")

@@ -268,7 +268,7 @@ class NSAConfig:
             new |= zip(RENAMED["force_blocks"], (1, 2) if values["force_blocks"] else (0, 0))
         new |= {name: value for name, value in values.items() if name not in RENAMED}
         if unknown := sorted(name for name in new if name not in CONFIG_FIELDS):
-            raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")
+            raise ValueError(f"values must be fields of NSAConfig, got {', '.join(unknown)}")
         return cls(**new)
 
 

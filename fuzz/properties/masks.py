@@ -6,7 +6,7 @@ import torch
 
 from flash_attn.cute.block_lists import lists_from_dense, lists_from_window
 from flash_attn.cute.compressed_causal.mask import CompressArgs
-from flash_attn.cute.compressed_causal.schedule import LEAST_TILES, MOST_QUERIES, first_query_tile, query_shares
+from flash_attn.cute.compressed_causal.schedule import LEAST_TILES, MOST_SHARE_QUERIES, first_query_tile, query_shares
 from fuzz import strategies
 from fuzz.blocks import pattern_table, table_of, tiles_of
 from fuzz.case import PATTERNS, Edge, Window
@@ -38,7 +38,7 @@ def shares(case: Edge) -> None:
     tile_m, tile_n = max(case.tile_m, 64), max(case.tile_n, 64)
     sizes = (min(case.seqlen_q, 1 << 18), min(case.seqlen_k, 1 << 14), tile_m, tile_n)
     plan = query_shares(compress, *sizes, case.heads, case.num_sms)
-    assert LEAST_TILES <= plan.tiles <= MOST_QUERIES // tile_m, f"{plan} is too long or too short"
+    assert LEAST_TILES <= plan.tiles <= MOST_SHARE_QUERIES // tile_m, f"{plan} is too long or too short"
     tiles = -(-sizes[0] // tile_m)
     limits = [plan.limits(share) for share in range(plan.count)]
     assert limits == [(at, at + plan.tiles) for at in range(0, plan.count * plan.tiles, plan.tiles)], f"{limits}"

@@ -252,10 +252,10 @@ def part_of_the_fields_is_set(case: Prompt) -> None:
 
 
 CACHES = {
-    "capacity": "has capacity for",
+    "capacity": "the static capacity",
     "config": "make another",
     "batch": "make another",
-    "layers": "layers, fewer than the model",
+    "layers": "the cache must have the model's layers",
 }
 
 

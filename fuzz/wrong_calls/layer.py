@@ -215,7 +215,7 @@ CACHED = (
     ("config", ValueError, "rule='index' needs q_index and k_index_cache, got None for one of them", OF_INDEX),
     ("config", ValueError, "k_cmp_cache is of the compressed branch", OF_INDEX.replace(branches=("selected",))),
     ("k_index_cache", ValueError, "k_index_cache is for rule='index', got it with rule='nsa'", INDEX_KEYS),
-    ("k_index_cache", ValueError, "k_index must be given with k, and only then, where there is a k_index_cache",
+    ("k_index_cache", ValueError, "k_index must be given with k, and only then, beside a k_index_cache",
      Together(config=OF_INDEX, k_index_cache=INDEX_KEYS, q_index=torch.zeros(B, T, HKV, 4))),
     ("k_index_cache", ValueError, "k_index_cache must have 2 heads, as k has, or 1, got 3",
      Together(config=OF_INDEX, k_index_cache=torch.zeros(B, 32, 3, 4), q_index=torch.zeros(B, T, HKV, 4),
@@ -365,8 +365,8 @@ OF_CONFIG = (
 OLD = {"tile_query": "before", "importance": "softmax", "per_head": False}
 FROM_DICT = (
     ("values", TypeError, "values must be a dict of NSAConfig fields by name, got", None, {1: 1}, [("q_tile", 1)], "a"),
-    ("values", ValueError, "unknown NSAConfig fields: a, block_sizes", {"block_sizes": 64, "a": 1, "q_tile": 64}),
-    ("values", ValueError, "unknown NSAConfig fields: importance, per_head, tile_query", lambda x: x | OLD),
+    ("values", ValueError, "must be fields of NSAConfig, got a, block", {"block_sizes": 64, "a": 1, "q_tile": 64}),
+    ("values", ValueError, "must be fields of NSAConfig, got importance, per_head, tile", lambda x: x | OLD),
     ("values", ValueError, "block_size must be at least 1", {"block_size": 0}),
     ("values", TypeError, "force_blocks must be a bool", {"force_blocks": 1}),
     ("values", ValueError, "block_stride is the old name of compress_stride, got it beside compress_stride",

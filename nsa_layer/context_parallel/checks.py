@@ -148,7 +148,7 @@ def check_shard(
 def _list_config(call: Call, chunk: int, block_size: int, deterministic: bool) -> NSAConfig:
     """Options of `selected_attention`: the number of lists tells how many queries of a chunk share one."""
     if call.q_offset is not None or call.cu_seqlens_k is not None:
-        raise ValueError("cu_seqlens_k and q_offset must be None with cp, where queries have the positions of keys")
+        raise ValueError("cu_seqlens_k and q_offset must be None with cp: queries have the positions of keys, got one")
     lists, local = call.block_indices, call.q.shape[-3]
     checks.check_kind("block_indices", lists, call.q, checks.LISTS, optional=False)
     count = lists.shape[-3] if lists.dim() == call.q.dim() else local

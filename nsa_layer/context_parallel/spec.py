@@ -59,7 +59,7 @@ class ContextParallel:
                 raise ValueError(f"group must be a DeviceMesh of one dimension, got {group.ndim}: pass mesh['cp']")
             group = group.get_group()
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("group must have this rank as a member")
+            raise ValueError(f"group must have this rank as a member, got one without rank {dist.get_rank()}")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
         fields = dict(group=group, group_name=group.group_name, size=group.size(), rank=group.rank())

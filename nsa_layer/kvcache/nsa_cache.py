@@ -198,7 +198,7 @@ class NSACache(LastingTensors):
         if unknown := options.keys() - OPTIONS:
             raise TypeError(f"attend has the options {', '.join(sorted(OPTIONS))}, got {', '.join(sorted(unknown))}")
         if (sources is not None) != bool(self.sources) or (sources is not None and compress is None):
-            raise ValueError("sources must be given with compress to a cache with own_sources, and to no other")
+            raise ValueError("sources must be given with compress to a cache with own_sources, and to no other, got one")
         if compress is not None and not self.config.computes("compressed"):
             raise ValueError(f"compress is of the compressed branch, got it with branches={self.config.branches}")
         if compress is not None and (both := [name for name in WITHOUT_COMPRESS if options.get(name) is not None]):
@@ -279,7 +279,7 @@ class NSACache(LastingTensors):
         prompt = dict(k=k, v=v) | others
         for name, x in prompt.items():
             if f"{name}_cache" not in self.caches:
-                raise ValueError(f"{name} must be of one of the caches {', '.join(self.caches)}")
+                raise ValueError(f"{name} must be of one of the caches {', '.join(self.caches)}, got none")
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 raise TypeError(f"{name} must be a tensor of floating point, got {getattr(x, 'dtype', x)!r}")
             row = self.caches[f"{name}_cache"].shape[2:]
@@ -371,12 +371,12 @@ class NSACache(LastingTensors):
         ends = [length + n for length, n in zip(self._lengths, counts)]
         for b, end in enumerate(ends):
             if end > self.max_seqlen:
-                raise ValueError(f"sequence {b} would have {end} tokens, the capacity is {self.max_seqlen}")
+                raise ValueError(f"sequence {b} must have at most {self.max_seqlen} tokens, the capacity, got {end}")
         both = zip((self._lengths, self._compressed(self._lengths)), (ends, self._compressed(ends)))
         wanted = [(pages, list(zip(*spans))) for pages, spans in zip(self._pages.values(), both)]
         for pages, spans in wanted:
             if (lacking := pages.lacking(spans)) > 0:
-                raise ValueError(f"the pool of {len(pages.users)} pages has {lacking} too few for the new tokens")
+                raise ValueError(f"the pool must have pages for new tokens, got {len(pages.users)}, {lacking} too few")
         for pages, spans in wanted:
             pages.reserve(spans)
         return ends

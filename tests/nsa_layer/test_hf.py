@@ -239,7 +239,7 @@ def test_a_static_cache_goes_on_back_and_anew(options: dict) -> None:
                 cache.crop(-18)
             elif end == 42:
                 cache.reset()
-    with pytest.raises(ValueError, match="capacity for 60"):
+    with pytest.raises(ValueError, match="at most 60 tokens"):
         model(tokens(2, 2), **{CACHE: cache}, attention_mask=torch.cat((mask, mask[:, -2:]), dim=1))
     beams = model.generate(**batch, max_new_tokens=5, num_beams=3)
     assert model.generate(**batch, max_new_tokens=5, num_beams=3, cache_implementation="static").equal(beams)
@@ -345,8 +345,8 @@ def test_what_it_does_not_do_is_an_error() -> None:
         (NotImplementedError, "dropout", lambda: sparse(attention_dropout=0.1).train()(ids)),
         (NotImplementedError, "q_tile=8", lambda: tiles.generate(ids, max_new_tokens=4)),
         (ValueError, "tokens_to_remove", lambda: cache.crop(5)),
-        (ValueError, "cu_seq_lens_q is for", lambda: model(ids, **{CACHE: cache}, cu_seq_lens_q=starts)),
-        (ValueError, "cu_seq_lens_q is for", lambda: model(**padded(tokens(2, 20), (0, 3)), cu_seq_lens_q=2 * starts)),
+        (ValueError, "cu_seq_lens_q must be None with a cache", lambda: model(ids, **{CACHE: cache}, cu_seq_lens_q=starts)),
+        (ValueError, "cu_seq_lens_q must be None with a cache", lambda: model(**padded(tokens(2, 20), (0, 3)), cu_seq_lens_q=2 * starts)),
         (TypeError, "as an integer", lambda: model(ids, use_cache=False, cu_seq_lens_q=starts, max_length_q=20.5)),
         (ValueError, "attention_mask must be that of the cached",
          lambda: model(ids[:, :1], **{CACHE: cache}, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))),

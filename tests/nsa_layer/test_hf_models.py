@@ -96,7 +96,7 @@ def test_a_folders_configuration_is_changed_by_name_and_checked(tmp_path: Path) 
         (ValueError, "nsa_gate must be one of None, 'query', 'input', 'linear', got 'inputs'", dict(nsa_gate="inputs")),
         (ValueError, "nsa_compression must be one of .*, got 'MLP'", dict(nsa_compression="MLP")),
         (ValueError, "nsa_backend must be one of None, 'cute', .*, got 'gpu'", dict(nsa_backend="gpu")),
-        (ValueError, "unknown NSAConfig fields: blocks", dict(nsa=dict(blocks=3))),
+        (ValueError, "values must be fields of NSAConfig, got blocks", dict(nsa=dict(blocks=3))),
         (TypeError, "block_counts must be an int, got 'many'", dict(nsa=dict(block_counts="many"))),
         (TypeError, "nsa must be an NSAConfig, its fields or None, got int", dict(nsa=8)),
     ):
@@ -120,7 +120,10 @@ def test_a_dense_models_configuration_has_options_too(value: object) -> None:
     plain.config.nsa_backend = "cute"
     with pytest.raises(ValueError, match="backend='cute' needs tensors on a GPU"):
         plain(ids)
-    for value, message in ((dict(blocks=3), "unknown NSAConfig fields: blocks"), (8, "nsa must be an NSAConfig")):
+    for value, message in (
+        (dict(blocks=3), "must be fields of NSAConfig, got blocks"),
+        (8, "nsa must be an NSAConfig"),
+    ):
         plain.config.nsa = value
         with pytest.raises((ValueError, TypeError), match=message):
             plain(ids)

@@ -24,7 +24,7 @@ from nsa_layer.cute import grad_accum
 from nsa_layer.cute.varlen import Varlen
 from nsa_layer.operators import tape
 from nsa_layer.projection import project, project_backward
-from nsa_layer.warm_up.lookup import ENVIRONMENT
+from nsa_layer.warm_up.jobs import ENVIRONMENT
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import Case, make_inputs, run
 

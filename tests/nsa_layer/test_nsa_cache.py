@@ -53,8 +53,8 @@ def test_beyond_the_capacity_nothing_is_written() -> None:
     before = {name: x.clone() for name, x in cache.caches.items()}
     free = [list(pages.free) for pages in cache._pages.values()]
     for counts, error, message, options in (
-        ([0, 33, 0], ValueError, "sequence 1 would have 49 tokens, the capacity is 48", {}),
-        ([1, 1, 1], ValueError, "the pool of 4 pages has 1 too few", {}),
+        ([0, 33, 0], ValueError, "sequence 1 must have at most 48 tokens, the capacity, got 49", {}),
+        ([1, 1, 1], ValueError, "the pool must have pages for new tokens, got 4, 1 too few", {}),
         ([0, 0, 9], ZeroDivisionError, "division", dict(compress=lambda *_: 1 / 0)),
     ):
         with pytest.raises(error, match=message):

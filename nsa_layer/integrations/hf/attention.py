@@ -72,7 +72,7 @@ def nsa_attention_forward(
     packing = attention_mask or BatchPacking(tuple(q.shape[:2]))
     if cu_seq_lens_q is not None:
         if not whole or attention_mask is not None:
-            raise ValueError("cu_seq_lens_q is for sequences without a cache or padding")
+            raise ValueError("cu_seq_lens_q must be None with a cache or padding, got a tensor")
         packing = BatchPacking(packing.shape, cu_seq_lens_q)
     elif whole and attention_mask is None:
         packing = of_positions(position_ids, *packing.shape)

@@ -161,7 +161,7 @@ class NSACacheLayer(LastingTensors, CacheLayerMixin):
     def require_capacity(self, columns: int) -> None:
         """Raise ValueError unless a row may have this many tokens, its padding included."""
         if self.is_compileable and columns > self.max_cache_len:
-            raise ValueError(f"rows would have {columns} tokens, a static cache has capacity for {self.max_cache_len}")
+            raise ValueError(f"rows must have at most {self.max_cache_len} tokens, the static capacity, got {columns}")
 
     def get_max_length(self) -> int:
         """Tokens of a row, at most; -1: it grows."""

@@ -118,7 +118,7 @@ class _Attention:
         q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
         if isinstance(cache, NSAModelCache):
             if self.layer_idx >= len(cache):
-                raise ValueError(f"the cache has {len(cache)} layers, fewer than the model: make one of its config")
+                raise ValueError(f"the cache must have the model's layers, made of its config, got {len(cache)}")
             options["nsa_cache"] = cache.layers[self.layer_idx]
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
