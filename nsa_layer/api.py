@@ -193,6 +193,8 @@ def selected_attention(
         NotImplementedError: the backend does not do this on this architecture; or vmap or forward mode.
         RuntimeError: a second derivative is asked for.
 
+    Source: the selected branch of arXiv:2502.11089, over any lists.
+
     Example:
         >>> q, k, v = (torch.randn(1, 256, heads, 64) for heads in (8, 2, 2))
         >>> own = torch.arange(256).div(64, rounding_mode="floor").view(1, 256, 1, 1)  # the block of each query

@@ -106,8 +106,10 @@ class KVCache(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call: its tensors in the order of the operator's arguments, as in `nsa`, which has all but the last two of
-    these; what a part of a larger call has beside them; and its static side.
+    """A call: tensors in the order of the operators' arguments, static options, caches.
+
+    Tensors up to `block_indices` are arguments of `nsa`. `q_offset` and later ones make it a part of a larger call,
+    such as a prefill chunk or a rank's shard: queries that begin anywhere among their keys.
 
     Attributes:
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which

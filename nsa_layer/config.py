@@ -39,8 +39,9 @@ class NSAConfig:
             all these exceed ``block_counts``, the own block goes first, then newer before older. With 0 for both the
             own block is chosen like any other.
         deterministic: the same input gives the same bits twice, backward included.
-        rule: how blocks are chosen. "nsa": causally, for each key/value head, by the compressed branch; "index": by the
-            largest score of a token of the block with ``q_index`` and ``k_index``; "seed": as `NSAConfig.seed` has it.
+        rule: how blocks are selected. "nsa": causally, for each key/value head, by the compressed branch; "index": by
+            the largest score of a token of the block with ``q_index`` and ``k_index``, as in MiniMax-M3; "seed": as
+            `NSAConfig.seed` has it.
         branches: that are computed, any of "compressed", "selected" and "window", kept in this order.
 
     Raises:

@@ -28,7 +28,7 @@ FORWARD_MODE = (
 
 
 class ReverseMode(torch.autograd.Function):
-    """A function that vmap and forward mode refuse; its first argument computes it of the others."""
+    """A function that refuses vmap and forward mode; its first argument computes it of the others."""
 
     @staticmethod
     def forward(compute: Callable[..., tuple], *args: Any) -> tuple:

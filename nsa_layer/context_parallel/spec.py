@@ -35,6 +35,8 @@ class ContextParallel:
         TypeError, ValueError: an argument is bad, or this rank is not in the group.
         RuntimeError: torch.distributed is not initialised.
 
+    Source: mode "heads" is arXiv:2309.14509.
+
     Example:
         >>> cp = ContextParallel(torch.distributed.group.WORLD)
         >>> q, k, v = (torch.randn(1, 256 // cp.size, heads, 64) for heads in (8, 2, 2))  # of this rank

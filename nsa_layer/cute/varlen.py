@@ -90,7 +90,7 @@ def as_kernels_read(call: Call) -> tuple[Call, Varlen]:
 
 
 def as_far_apart(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """Rows that begin as far apart as rows of so many elements, which TMA reads by whole lines: a copy of others."""
+    """Rows with the stride of rows of `width` elements, which TMA reads by whole lines; a copy unless they have it."""
     if width in (rows.shape[-1], rows.stride(-2)):
         return rows
     return rows.new_empty(*rows.shape[:-1], width)[..., : rows.shape[-1]].copy_(rows)

@@ -117,6 +117,8 @@ def nsa_with_kvcache(
             queries may come in other calls); keys that are visible before their block is complete; what the kernels
             lack.
 
+    Source: arguments as of FlashAttention's `flash_attn_with_kvcache`.
+
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 1, 512, 2, 64)
         >>> q, k, v = (torch.randn(1, 1, heads, 64) for heads in (8, 2, 2))  # behind 300 tokens

@@ -98,7 +98,7 @@ def _layout(function: Callable, args: tuple) -> tuple | None:
 
 
 class _Recorder(TorchDispatchMode):
-    """A call as names of tensors and steps: names that it makes, code, True if the code does more than make them."""
+    """Writes a call down as steps: the names of a step's outputs, its code, and True if it writes to other tensors."""
 
     def __init__(self, args: tuple) -> None:
         super().__init__()

@@ -121,7 +121,7 @@ def test_a_dense_models_configuration_has_options_too(value: object) -> None:
     with pytest.raises(ValueError, match="backend='cute' needs tensors on a GPU"):
         plain(ids)
     for value, message in (
-        (dict(blocks=3), "must be fields of NSAConfig, got blocks"),
+        (dict(blocks=3), "fields of NSAConfig, got blocks"),
         (8, "nsa must be an NSAConfig"),
     ):
         plain.config.nsa = value
