@@ -397,6 +397,10 @@ class Saved(NamedTuple):
         return Aux(lists, g, self.lse_cmp, self.lse_slc, lse_swa, scores)
 
 
+SAVED_FIELDS = len(Saved._fields)
+Lses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of the branches, in their order
+
+
 @dataclass
 class Aux:
     """Auxiliary results of `nsa`, without gradients.

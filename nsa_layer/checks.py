@@ -15,7 +15,7 @@ from nsa_layer.call import DIFFERENTIABLE, FP8, Call, CallSpec
 from nsa_layer.config import LARGEST, WIDEST_TILE, NSAConfig, require_bools, require_int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MOST_KEPT = 1024
+MOST_KEPT = 1024  # checked calls, or layouts, that a cache holds
 Q_TILES = tuple(1 << i for i in range(WIDEST_TILE.bit_length()))  # queries that may share a list
 # q's dtype; of floating point; int32; the same, for what may be int64 before `lists_in_int32`; what q may have; q's
 # dtype or FP8; fp32.

@@ -267,9 +267,9 @@ def test_records_are_few_and_listed() -> None:
     assert len(records) <= MOST_RECORDS and not {name for name in records if f"`{name}`" not in text}
 
 
-# Names that modules of the layer share, each with one meaning: what every backend has, types, sizes of a cache.
-SHARED = {"Lses", "STATIC", "FIELDS", "MOST_KEPT", "Tensor", "__all__"}
-SHARED |= {"attend", "attend_cached", "backward", "compress", "forward", "gate_values", "select_blocks"}
+# Names that modules of the layer share, each with one meaning: what every backend has.
+SHARED = {"attend", "attend_cached", "backward", "compress", "forward", "gate_values", "select_blocks"}
+SHARED |= {"Tensor", "__all__"}
 
 
 def test_a_name_of_host_code_has_one_meaning() -> None:

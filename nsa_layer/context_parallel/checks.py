@@ -18,7 +18,6 @@ from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 from nsa_layer.operators.registration import dispatcher_sees
 
 Tensor = torch.Tensor
-MOST_KEPT = 1024
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
 # Kinds of rows of a tensor; a tile of one query is a token.
@@ -84,7 +83,7 @@ def check_same_on_all_ranks(
     for rank, (_, message) in enumerate(answers):
         if message is not None:
             raise ValueError(f"rank {rank}: {message}")
-    if len(_compared) >= MOST_KEPT:
+    if len(_compared) >= checks.MOST_KEPT:
         _compared.clear()
     _compared.add(key)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast
-from nsa_layer.call import LSES, TENSORS, Aux, Call, Saved
+from nsa_layer.call import LSES, SAVED_FIELDS, TENSORS, Aux, Call, Saved
 from nsa_layer.checks import starts_of_lengths
-from nsa_layer.context_parallel.gather_loop import FIELDS, SUMS, WINDOW_KEYS, GatherLoop
+from nsa_layer.context_parallel.gather_loop import SUMS, WINDOW_KEYS, GatherLoop
 from nsa_layer.context_parallel.layout import resized
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import CP, static_of
@@ -56,7 +56,7 @@ def attend_shard(
     static = (*static_arguments(spec).values(), kept, call.needs_grad, *static_of(cp))
     o, *saved = _Attend.apply(static, *call.tensors)
     o = cut(o, Dv)
-    sums = torch.stack(saved[SUMS::FIELDS]).sum(0) if spec.index_loss else None
+    sums = torch.stack(saved[SUMS::SAVED_FIELDS]).sum(0) if spec.index_loss else None
     if not return_aux:
         return o, None, sums
     joined = partial(_joined, saved, len(cp.chunks))
@@ -83,7 +83,7 @@ def kept_of_shard(
 
 def _joined(saved: Sequence[Tensor | None], count: int, name: str, dim: int) -> Tensor | None:
     """A field of `Saved` of all steps' heads and the rows, which are dimension `dim`, of all `count` shards."""
-    parts = saved[Saved._fields.index(name) :: FIELDS]
+    parts = saved[Saved._fields.index(name) :: SAVED_FIELDS]
     return None if parts[0] is None else torch.cat([torch.cat(parts[i::count], -2) for i in range(count)], dim)
 
 
@@ -99,7 +99,7 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(*tensors, o if reads_output(static) else None, *saved)
         ctx.set_materialize_grads(False)
         outputs = [None if x is None else x.detach() for x in saved]
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if x is not None and i % FIELDS != SUMS))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if x is not None and i % SAVED_FIELDS != SUMS))
         return o, *outputs
 
     @staticmethod
@@ -148,7 +148,7 @@ def _run_backward_fake(do: Tensor, d_sums: Tensor | None, tensors: list[Tensor |
     return [do.new_empty(0) if x is None else x.new_empty(x.shape) for x in call.differentiable]
 
 
-STATIC = f"{CONFIG}, bool[] kept, bool backward, {CP}"
-differentiate(register(f"gather(Tensor?[] tensors, {STATIC}) -> Tensor[]", _run, _run_fake), _run)
-schema = f"gather_backward(Tensor do, Tensor? d_sums, Tensor?[] tensors, Tensor?[] saved, {STATIC}) -> Tensor[]"
+GATHER_OPTIONS = f"{CONFIG}, bool[] kept, bool backward, {CP}"
+differentiate(register(f"gather(Tensor?[] tensors, {GATHER_OPTIONS}) -> Tensor[]", _run, _run_fake), _run)
+schema = f"gather_backward(Tensor do, Tensor? d_sums, Tensor?[] tensors, Tensor?[] saved, {GATHER_OPTIONS}) -> Tensor[]"
 differentiate(register(schema, _run_backward, _run_backward_fake), _run_backward)

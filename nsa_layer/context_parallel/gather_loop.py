@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nsa_layer import support
-from nsa_layer.call import DIFFERENTIABLE, Call, Saved, accumulation_dtype
+from nsa_layer.call import DIFFERENTIABLE, SAVED_FIELDS, Call, Saved, accumulation_dtype
 from nsa_layer.context_parallel.checks import WEIGHTS, whole_lengths
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, block_layout, head_steps, query_shards, resized
 from nsa_layer.context_parallel.transport import Exchange, ranks_of
@@ -30,7 +30,7 @@ Fields = Sequence[Tensor | None]
 # Tokens for each other rank from which on exchanges alternate with the attention, which saves memory.
 OVERLAP_BELOW = 3 << 19
 BLOCK_KEYS, WINDOW_KEYS = ("k_cmp", "v_cmp"), ("k_win", "v_win")
-FIELDS, SUMS = len(Saved._fields), Saved._fields.index("index_sums")
+SUMS = Saved._fields.index("index_sums")
 
 
 class GatherLoop:
@@ -111,8 +111,8 @@ class GatherLoop:
         for step, keys in self._exchanged(d_keys, grads):
             for i in reversed(range(len(self.shards))):
                 (call, rows), into = self._shard_call(step, i, keys), self._part(grads, step, i)
-                at = (step * len(self.shards) + i) * FIELDS
-                of_shard = Saved(*map(fitted, saved[at : at + FIELDS], saved_shapes(call, kept=self.kept)))
+                at = (step * len(self.shards) + i) * SAVED_FIELDS
+                of_shard = Saved(*map(fitted, saved[at : at + SAVED_FIELDS], saved_shapes(call, kept=self.kept)))
                 do_part, o_part = (x if x is None else self._queries(x, step, i) for x in (do, o))
                 options = dict(plan=self.plans[step], o=o_part, dq=into.q, window=rows, d_sums=d_sums)
                 ds = backend.backward(call, of_shard, do_part, **options)

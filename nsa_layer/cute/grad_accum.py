@@ -12,11 +12,11 @@ import torch
 
 from flash_attn.cute import shared_backward
 from flash_attn.cute.shared_backward import AccumLayout, BackwardLayout, SharedBackward
+from nsa_layer.checks import MOST_KEPT
 from nsa_layer.cute.chunked import sum_rounded
 
 Tensor = torch.Tensor
 
-MOST_KEPT = 1024  # shapes whose layouts are cached
 _known: dict[Hashable, tuple[BackwardLayout, ...]] = {}
 
 
@@ -58,7 +58,7 @@ class GradAccumulators:
         """keys: a name for each call's; calls over the same keys share dk and dv where these are laid out alike."""
         self._scale, self._device = softmax_scale, device
         self._waiting = list(zip(keys, layouts, strict=True))
-        owners = {(name, layout.dk.place): layout for name, layout in self._waiting if layout.dk is not None}
+        owners = {(name, layout.dk.layout_key): layout for name, layout in self._waiting if layout.dk is not None}
         flags = layouts[0].flags if layouts else None
         wanted = [part for layout in owners.values() for part in (layout.dk, layout.dv)]
         zeros = iter(shared_backward.zeroed(*wanted, *([flags] if flags else []), device=device))
@@ -72,19 +72,19 @@ class GradAccumulators:
         The first call to add to a dq leaves its own part there. with_dq: False for a call that leaves dq out.
         """
         name, layout = self._waiting.pop(0)
-        dk, dv = (None, None) if layout.dk is None else self._dk_dv[name, layout.dk.place][:2]
+        dk, dv = (None, None) if layout.dk is None else self._dk_dv[name, layout.dk.layout_key][:2]
         if not with_dq:
             return SharedBackward(layout, dpsum, lse_log2, None, dk, dv)
-        first = layout.dq.place not in self._dq
+        first = layout.dq.layout_key not in self._dq
         if first:
             empty = torch.empty(layout.dq.shape, dtype=torch.float32, device=self._device)
-            self._dq[layout.dq.place] = (empty, layout.dq)
-        dq, flags = self._dq[layout.dq.place][0], self._flags if layout.flags else None
+            self._dq[layout.dq.layout_key] = (empty, layout.dq)
+        dq, flags = self._dq[layout.dq.layout_key][0], self._flags if layout.flags else None
         return SharedBackward(layout, dpsum, lse_log2, dq, dk, dv, first, flags)
 
     def take_dq(self, layout: BackwardLayout) -> Tensor | None:
         """The dq accumulator of this layout, if any call added to one, and no longer part of `write_dq`."""
-        return self._dq.pop(layout.dq.place, (None,))[0]
+        return self._dq.pop(layout.dq.layout_key, (None,))[0]
 
     def write_dq(self, out: Tensor, cu_seqlens: Tensor | None, *, add: bool) -> bool:
         """Write dq of all calls to `out`, with `add` on top of what it holds; True if it now holds anything."""

@@ -24,7 +24,7 @@ import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cache_slots import check_slots
-from nsa_layer.call import CACHES, COMPRESSED_CACHES, SCALES, TOKEN_CACHES, Call, Saved, lse_shape
+from nsa_layer.call import CACHES, COMPRESSED_CACHES, SCALES, TOKEN_CACHES, Call, Lses, Saved, lse_shape
 from nsa_layer.cute.forward import forward
 from nsa_layer.cute.host_constants import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
@@ -45,7 +45,6 @@ from nsa_layer.support import native_dims
 from nsa_layer.warm_up.api import compile_missing
 
 Tensor = torch.Tensor
-Lses = tuple[Tensor, Tensor, Tensor]
 WORKSPACE = 1 << 31  # bytes of caches that are copied at a time; one sequence's may be more
 NEW_ROWS = ("q", "q_index", *TOKEN_CACHES, *COMPRESSED_CACHES)  # new rows, which are read 16 bytes at a time
 # First slot and number of rows: of all tokens and compressed keys, of the sources of new ones, of windows.

@@ -6,10 +6,9 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.cached_call import check_call
-from nsa_layer.call import Call, KVCache
+from nsa_layer.call import Call, KVCache, Lses
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.kvcache import operator
-from nsa_layer.kvcache.operator import Lses
 
 Tensor = torch.Tensor
 

@@ -10,12 +10,11 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.cached_call import check_call, require_page_size
-from nsa_layer.call import COMPRESSED_CACHES, FP8, OWN_KEYS, TOKEN_CACHES, Call
+from nsa_layer.call import COMPRESSED_CACHES, FP8, OWN_KEYS, TOKEN_CACHES, Call, Lses
 from nsa_layer.checks import DTYPES, require_config
 from nsa_layer.config import NSAConfig, require_bools, require_int, require_sizes
 from nsa_layer.kvcache import operator
 from nsa_layer.kvcache.fp8 import MOST, dequantise, in_cache_dtype
-from nsa_layer.kvcache.operator import Lses
 from nsa_layer.kvcache.page_allocator import PageAllocator, sent
 
 Tensor = torch.Tensor

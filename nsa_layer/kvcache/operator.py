@@ -9,13 +9,12 @@ from torch.autograd.graph import increment_version
 
 from nsa_layer import autocast
 from nsa_layer.cached_call import with_query_lengths
-from nsa_layer.call import CACHES, TENSORS, Call, KVCache, accumulation_dtype, lse_shape
+from nsa_layer.call import CACHES, TENSORS, Call, KVCache, Lses, accumulation_dtype, lse_shape
 from nsa_layer.operators import CONFIG, static_arguments
 from nsa_layer.operators.layer import STATIC_NAMES, static_spec
 from nsa_layer.operators.registration import OPS, differentiate, needs_dispatcher, register
 
 Tensor = torch.Tensor
-Lses = tuple[Tensor, Tensor, Tensor]
 AT_OFFSET, REQUIRED = TENSORS.index("q_offset"), ("q", "k_cache", "v_cache", "cache_seqlens")  # tensors before q_offset
 NO_GRADIENT = (
     "attention to cached tokens (nsa_with_kvcache, NSACache, models with a cache) has no gradient, since caches do not "

@@ -12,7 +12,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.nn.functional import pad
 
 from nsa_layer import derivatives, reference, support
-from nsa_layer.call import DIFFERENTIABLE, TENSORS, Aux, Call, CallSpec, Saved
+from nsa_layer.call import DIFFERENTIABLE, SAVED_FIELDS, TENSORS, Aux, Call, CallSpec, Saved
 from nsa_layer.checks import check_compressed, check_lists, check_positions, host_reads, starts_of_lengths, with_lengths
 from nsa_layer.config import CONFIG_FIELDS, NSAConfig
 from nsa_layer.cute.memory_plan import NOTHING, MemoryPolicy, Sizes, kept_in_graphs, plan_memory, plan_of
@@ -27,7 +27,7 @@ OF_SPEC = "bool causal, float softmax_scale, str backend, float? index_scale, bo
 CONFIG = f"{', '.join(f'{SCHEMA_TYPES[f.type]} {f.name}' for f in fields(NSAConfig))}, {OF_SPEC}"
 SPEC_FIELDS = tuple(each.split()[-1] for each in OF_SPEC.split(", "))
 STATIC_NAMES = (*CONFIG_FIELDS, *SPEC_FIELDS)
-INPUTS, COUNT, FIELDS = len(TENSORS), len(DIFFERENTIABLE), len(Saved._fields)
+INPUTS, COUNT = len(TENSORS), len(DIFFERENTIABLE)
 BUDGET = -4  # the number of `_forward`'s argument, from the end
 
 
@@ -68,7 +68,7 @@ def attend(
     else:
         with torch.no_grad():
             o, *saved = tape.for_layout(_forward, args, budget=BUDGET)(*args)
-    saved, o = Saved(*map(none_for_empty, saved[:FIELDS])), cut(o, v.shape[-1])
+    saved, o = Saved(*map(none_for_empty, saved[:SAVED_FIELDS])), cut(o, v.shape[-1])
     return o, saved.aux(call) if return_aux else None, saved.index_sums
 
 
@@ -86,13 +86,13 @@ class Attend(derivatives.ReverseMode):
         call, ctx.static, ctx.dispatched = Call(*args[:INPUTS]), args[INPUTS:], True
         o = output[0] if reads_output(ctx.static) else None
         ctx.save_for_backward(*call.differentiable, call.block_indices, call.q_offset, o, *output[1:])
-        constant = output[1:] if not static_spec(ctx.static).index_loss else output[1:FIELDS] + output[1 + FIELDS :]
-        ctx.mark_non_differentiable(*(x for x in constant if x is not None))
+        sums = output[SAVED_FIELDS] if static_spec(ctx.static).index_loss else None
+        ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None and x is not sums))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs, d_sums = ctx.needs_input_grad[1 : 1 + COUNT], more[FIELDS - 1]
+        needs, d_sums = ctx.needs_input_grad[1 : 1 + COUNT], more[SAVED_FIELDS - 1]
         if d_sums is None:  # an index has gradients of its loss alone
             needs = (*needs[:-2], False, False)
         if do is None and d_sums is None:
@@ -192,7 +192,8 @@ def _backward(do: Tensor, d_sums: Tensor | None, *args: Any) -> tuple[Tensor | N
             what is no tensor as for `_forward`; and which gradients are needed.
     """
     inputs, (block_indices, q_offset, o, *args) = args[:COUNT], args[COUNT:]
-    saved, (starts, starts_k, *static, heads, budget, kept, bound, _, needs) = Saved(*args[:FIELDS]), args[FIELDS:]
+    saved, args = Saved(*args[:SAVED_FIELDS]), args[SAVED_FIELDS:]
+    starts, starts_k, *static, heads, budget, kept, bound, _, needs = args
     with torch.cuda.device_of(do):
         call = _call((*inputs, starts, block_indices, q_offset, starts_k), static, bound)
         plan, of_loss = plan_of(call, heads, budget, kept, True), d_sums if call.spec.index_loss else None
@@ -217,12 +218,12 @@ def schema_of(names: Sequence[str]) -> str:
     return ", ".join(f"Tensor{'?' * (name in Call._field_defaults)} {name}" for name in names)
 
 
-STATIC = f"{CONFIG}, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad"
+ATTEND_OPTIONS = f"{CONFIG}, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad"
 SAVED = ("block_indices", "q_offset", "o", *(f"saved_{name}" for name in Saved._fields))
 OF_BACKWARD = (schema_of(DIFFERENTIABLE), *(f"Tensor? {name}" for name in SAVED), "Tensor? starts, Tensor? starts_k")
-_schema, _replayed_forward = f"{schema_of(TENSORS)}, {STATIC}", tape.replayed(_forward, budget=BUDGET)
-OP, _compute = define("attend", _schema, 3 + FIELDS, _replayed_forward, _forward_fake)
-_schema = f"Tensor do, Tensor? d_sums, {', '.join(OF_BACKWARD)}, {STATIC}, bool[] needs"
+_schema, _replayed_forward = f"{schema_of(TENSORS)}, {ATTEND_OPTIONS}", tape.replayed(_forward, budget=BUDGET)
+OP, _compute = define("attend", _schema, 3 + SAVED_FIELDS, _replayed_forward, _forward_fake)
+_schema = f"Tensor do, Tensor? d_sums, {', '.join(OF_BACKWARD)}, {ATTEND_OPTIONS}, bool[] needs"
 BACKWARD_OP, _compute_backward = define("attend_backward", _schema, COUNT, _backward, _backward_fake)
 differentiate(OP, _compute, Attend)
 differentiate(BACKWARD_OP, _compute_backward, derivatives.FirstDerivatives)
