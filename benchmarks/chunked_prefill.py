@@ -4,7 +4,7 @@
 
 bf16, batch 1, 32 query heads, 8 key/value heads, D 128, gated, the default configuration. Caches are contiguous, which
 attention reads in place, or pages of 64 tokens in a random order, of which a chunk copies a part. Medians, variants
-taking turns: calls as they are, the host's part in it where it takes longer than the GPU, and replays of a CUDA graph
+interleaved: calls as they are, the host's part in it where it takes longer than the GPU, and replays of a CUDA graph
 of all chunks. First, the chunks' output is compared with the whole sequence's.
 """
 

@@ -4,7 +4,7 @@
 
 bf16, 32 query heads, 8 key/value heads, D 128, the default configuration, gated, or the selected branch by an index.
 Caches are pages in a random order, full but for the step's tokens. Microseconds, medians of replays of CUDA graphs,
-variants taking turns. First, the outputs of one call and of two are compared.
+variants interleaved. First, the outputs of one call and of two are compared.
 """
 
 from __future__ import annotations

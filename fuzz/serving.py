@@ -11,7 +11,7 @@ from fuzz.case import Served
 from nsa_layer import NSACache, NSAConfig, nsa
 from nsa_layer.checks import starts_of_lengths
 
-PAGE, ROOM = 16, 80
+PAGE, CAPACITY = 16, 80
 NEEDS = ("q", "k", "v", "k_cache", "v_cmp_cache", "gates", "q_index", "k_index_cache")
 CACHE_FAULTS = (
     "a page twice", "a compressed page twice", "written and held", "a row twice", "expanded", "overlapping",
@@ -42,17 +42,17 @@ class Calls:
     def __init__(self, case: Served) -> None:
         self.case, self.tokens, self.kept = case, [], {}
         generator = torch.Generator().manual_seed(case.seed)
-        B, prefix, pages = len(case.counts[0]), case.shared * PAGE, ROOM // PAGE
+        B, prefix, pages = len(case.counts[0]), case.shared * PAGE, CAPACITY // PAGE
         rows = dict(q=(4, 8), k=(2, 8), v=(2, 8), gates=(4, len(config_of(case).branches)))
-        caches = dict(k=(ROOM, 2, 8), v=(ROOM, 2, 8))
+        caches = dict(k=(CAPACITY, 2, 8), v=(CAPACITY, 2, 8))
         if case.index_heads:
             rows |= dict(q_index=(2, 4), k_index=(case.index_heads, 4))
-            caches["k_index"] = (ROOM, *rows["k_index"])
+            caches["k_index"] = (CAPACITY, *rows["k_index"])
         else:
-            caches |= dict.fromkeys(("k_cmp", "v_cmp"), (ROOM // case.stride, 2, 8))
+            caches |= dict.fromkeys(("k_cmp", "v_cmp"), (CAPACITY // case.stride, 2, 8))
         for b in range(B):
             options = dict(dtype=torch.float64, generator=generator)
-            own = {name: torch.randn(ROOM, *row, **options) for name, row in rows.items()}
+            own = {name: torch.randn(CAPACITY, *row, **options) for name, row in rows.items()}
             for name, x in own.items() if b else ():
                 x[:prefix] = self.tokens[0][name][:prefix]
             self.tokens.append(own)

@@ -12,7 +12,7 @@ from fuzz import case as cases
 from fuzz.attention_lists import passes_by_capacity
 from fuzz.case import Attention, Blocks, Edge, Fields, Packed, Ranks, Served, Texts, Window
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
-from fuzz.serving import CACHE_FAULTS, NEEDS, PAGE, ROOM
+from fuzz.serving import CACHE_FAULTS, CAPACITY, NEEDS, PAGE
 from nsa_layer import NSAConfig
 from nsa_layer.config import BRANCHES
 from nsa_tools.testing.cases import OWN_KEYS, Case
@@ -228,7 +228,7 @@ def served(draw: st.DrawFn, faults: bool = False) -> Served:
     """Calls on caches with the capacity for all; with `faults`, the last call's are spoilt in a known way."""
     kept, B, stride = draw(st.sampled_from(cases.KEPT)), draw(st.integers(1, 3)), draw(st.sampled_from((8, 4)))
     shared = draw(st.integers(0, 2)) if kept == "pages" and stride == 8 and B > 1 else 0
-    left, counts = [ROOM - shared * PAGE] * B, []
+    left, counts = [CAPACITY - shared * PAGE] * B, []
     for most in draw(st.lists(st.sampled_from((1, 4, 20, 40)), min_size=1, max_size=4)):
         call = [draw(st.integers(0, min(most, n))) for n in left]
         if any(call):

@@ -7,7 +7,7 @@ or re-indented code included, is named by line number, so that no old line is ev
     d L n                      drop old lines L .. L+n-1
     c L source n indent PATH   after old line L, copy lines source .. source+n-1, indented by `indent` more, of the
                                old text or, where PATH is given, of that other file as it is before the patch
-    s L start:end "text" ...   in old line L, replace the columns start .. end-1 (a JSON string), at one or more places
+    s L start:end "text" ...   in old line L, replace the columns start .. end-1 (a JSON string), once or more
     +text                      a line of our own, behind all of the above
 
 Lines are split at "\\n" alone: "\\r" stays part of its line, and a missing newline at the end stays missing.
@@ -70,7 +70,7 @@ def _lines(text: str) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _index(text: str) -> dict[str, list[int]]:
-    """The places of each line worth a reference, whatever its indentation; one text serves many patches."""
+    """Where each line worth a reference stands, whatever its indentation; one text serves many patches."""
     index: dict[str, list[int]] = {}
     for number, line in enumerate(_lines(text)):
         if len(line.strip()) >= MIN_COPY:
@@ -187,7 +187,7 @@ class _Encoder:
             new = new[count:]
 
     def _places(self, line: str) -> list[tuple[str | None, int]]:
-        """The places where a line stands, but for its indentation: in this file, or else in others."""
+        """Where a line stands, but for its indentation: in this file, or else in others."""
         own = line.lstrip(" ")
         # A short line counts where it is replaced: the block around it may just be indented.
         here = self.where.get(own) or [n for n in self.replaced if own and self.old[n].lstrip(" ") == own]
@@ -218,7 +218,7 @@ def _shift(line: str, indent: int) -> str:
 
 
 def _changes(old: list[str], new: list[str]) -> Iterator[tuple[int, int, int, int]]:
-    """The stretches in which two texts differ; what both begin and end with is set aside first, for speed."""
+    """The ranges of lines in which two texts differ; what both begin and end with is set aside first, for speed."""
     head = len(commonprefix([old, new]))
     tail = len(commonprefix([old[head:][::-1], new[head:][::-1]]))
     matcher = difflib.SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)

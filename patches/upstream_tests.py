@@ -96,7 +96,7 @@ def test_upstream(
         checkout: of upstream, at the tag of the pin; or the folder .upstream that an earlier call made.
         stock: run the pinned wheel's own package. Outcomes of files that ended are recorded.
         any_commit: with `stock`, take tests of another commit than the pin's tag.
-        workers: processes; as many as a GPU of this memory has room for, unless given.
+        workers: processes; as many as the memory of a GPU is enough for, unless given.
         minutes: no case is begun later than this after the start.
         only: the name of one file.
         kernels: where compiled kernels are kept between parts.

@@ -21,7 +21,7 @@ import context_parallel as ranks  # noqa: E402
 import head_dims  # noqa: E402
 import index_layer  # noqa: E402
 import kernels_alone  # noqa: E402
-import layer_turns  # noqa: E402
+import layer_variants  # noqa: E402
 import minimax_layer  # noqa: E402
 import recall  # noqa: E402
 import recall_pairs  # noqa: E402
@@ -95,8 +95,8 @@ def test_lists_that_upstream_takes_too(kind: str) -> None:
     for table in (mask, full, mask.T):
         counts, indices = tree_calls.compact(table)
         listed = torch.zeros_like(table)
-        for row, (n, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
-            listed[row, places[:n]] = True
+        for row, (n, blocks) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
+            listed[row, blocks[:n]] = True
         assert listed.equal(table) and counts.dtype == indices.dtype == torch.int32
 
 
@@ -183,7 +183,7 @@ def test_ranks_are_timed_beside_ranks_alone(options: Callable[..., Namespace], r
 
 def test_a_block_is_trained_on_what_it_returns() -> None:
     with torch.device("meta"):
-        block, x = layer_turns.Block(), torch.empty(1, 128, layer_turns.DIM, requires_grad=True)
+        block, x = layer_variants.Block(), torch.empty(1, 128, layer_variants.DIM, requires_grad=True)
         o = block(x)
     assert o.shape == x.shape
     assert len(torch.autograd.grad(o, [x, *block.parameters()], torch.empty_like(o))) == 12

@@ -1,4 +1,4 @@
-"""Block lists from what users have: masks, windows, FlexAttention's BlockMask; their transpose; a picture of them.
+"""Block lists from masks, windows and FlexAttention's BlockMask; their transpose; a picture of them.
 
 Forward lists hold, for every query block, the key blocks to visit: *mask* blocks, in which the kernel applies the
 mask_mod, and *full* blocks, in which it applies none. Backward lists hold the query blocks of every key block, and are
@@ -8,7 +8,7 @@ the transpose of the forward lists.
     backward = transpose_lists(forward, T // 128)
     flash_attn_func(q, k, v, mask_mod=..., block_sparse_tensors=forward, block_sparse_tensors_bwd=backward)
 
-Lists are as wide as the longest row, not as the number of blocks. Rows come out in rising order. Bad arguments raise a
+Lists are as wide as the longest row, not as the number of blocks. Rows are in ascending order. Bad arguments raise a
 TypeError or ValueError that names them. Checks, semaphore values and plans can be imported from here too.
 """
 
@@ -45,7 +45,7 @@ Width = int | tuple[int, int] | None
 
 
 def lists_from_dense(mask: torch.Tensor, block_size: BlockSize, *, width: Width = None) -> BlockSparseTensorsTorch:
-    """Forward lists of the blocks in which a dense mask lets something through; full where it lets everything through.
+    """Forward lists of the blocks in which a dense mask has a visible pair; full blocks where all pairs are visible.
 
     A block that reaches past the last key is never full: the kernels mask the end of the keys in mask blocks.
 
@@ -89,10 +89,10 @@ def lists_from_blocks(
     counts = [kind.sum(-1, dtype=torch.int32) for kind in kinds]
     tensors: list[torch.Tensor | None] = []
     for kind, cnt, wide in zip(kinds, counts, _widths(width, counts), strict=False):
-        place = torch.where(kind, kind.cumsum(-1) - 1, wide).clamp(max=wide)
+        position = torch.where(kind, kind.cumsum(-1) - 1, wide).clamp(max=wide)
         idx = torch.zeros(*cnt.shape, wide + 1, dtype=torch.int32, device=cnt.device)
         block = torch.arange(kind.shape[3], dtype=torch.int32, device=cnt.device).expand(kind.shape)
-        tensors += [cnt, idx.scatter_(-1, place, block)[..., :wide].contiguous()]
+        tensors += [cnt, idx.scatter_(-1, position, block)[..., :wide].contiguous()]
     return BlockSparseTensorsTorch(*tensors, block_size=block_size)
 
 
@@ -108,8 +108,8 @@ def lists_from_window(
 ) -> BlockSparseTensorsTorch:
     """Forward lists [1, 1, M, width] of a sliding window, aligned at the ends of queries and keys.
 
-    Query i stands at ``p = i + seqlen_k - seqlen_q`` and sees the keys ``p - window_left .. p + window_right``. Takes
-    the time and memory of the lists, which are made on the CPU and copied.
+    Query i stands at ``p = i + seqlen_k - seqlen_q`` and sees the keys ``p - window_left .. p + window_right``. Time
+    and memory are proportional to the lists, which are made on the CPU and copied.
 
     Args:
         window_left, window_right: keys seen on each side. None or -1: all of them.
@@ -126,11 +126,11 @@ def lists_from_window(
     right = 0 if causal else seqlen_q + seqlen_k if window_right in (None, -1) else window_right
     first = torch.arange(0, seqlen_q, rows) + seqlen_k - seqlen_q
     last = (first + rows - 1).clamp(max=seqlen_k - 1)
-    # Seen by some query of the block, and by all of them: both are ranges of keys.
+    # Ranges of keys that some query of the block sees, and that every one sees.
     some = (first - left).clamp(min=0), (last + right).clamp(max=seqlen_k - 1)
     every = (last - left).clamp(min=0), (first + right).clamp(max=seqlen_k - 1)
     begin, end = _blocks(*some, columns)
-    # A block is full if it begins no earlier than that range and ends no later.
+    # A block is full if it lies within the second range.
     full_begin = torch.div(every[0] + columns - 1, columns, rounding_mode="floor").clamp(min=begin)
     full_end = torch.div(every[1] + 1, columns, rounding_mode="floor").clamp(min=full_begin)
     mask = _ranges(begin, full_begin, full_end, end)
@@ -144,7 +144,7 @@ def lists_from_block_mask(
 ) -> tuple[BlockSparseTensorsTorch, BlockSparseTensorsTorch]:
     """Forward and backward lists of a FlexAttention BlockMask (`torch.nn.attention.flex_attention`).
 
-    The mask's own mask_mod is left behind: the kernels take one written for them.
+    The BlockMask's mask_mod is dropped: kernels need one written for them.
 
     Args:
         width: of the lists, as in `lists_from_blocks`; for both directions. None: the longest row of each, which
@@ -167,8 +167,8 @@ def transpose_lists(
 ) -> BlockSparseTensorsTorch:
     """Backward lists of the same blocks as forward lists (or forward lists of backward lists).
 
-    Time and memory grow with the capacity of `lists` (or with `listed`), besides the result. Rows come out in
-    rising order; lists that are repeated over batches or heads come out repeated. Indices must be in range.
+    Time and memory grow with the capacity of `lists` (or with `listed`), besides the result. Rows are in
+    ascending order; broadcast batches and heads stay broadcast. Indices must be in range.
 
     Args:
         lists: with the fields of `BlockSparseTensorsTorch`.
@@ -189,12 +189,12 @@ def transpose_lists(
     row, source = (row.int() if rows * kinds < 1 << 31 else row).sort(stable=True)
     ends = torch.searchsorted(row, torch.arange(rows * kinds, device=row.device, dtype=row.dtype), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1)).int().view(kinds, *of.lead, num_kv_blocks)
-    place = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
+    position = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
     row, block = row.long(), (entries.row[source] % max(M, 1)).int()
     tensors: list[torch.Tensor] = []
     for kind, (cnt, wide) in enumerate(zip(counts, _widths(width, list(counts)), strict=False)):
-        here = (row >= kind * rows) & (row < (kind + 1) * rows) & (place < wide)
-        idx = scatter(block, (row - kind * rows) * wide + place, here, (*of.lead, num_kv_blocks, wide))
+        here = (row >= kind * rows) & (row < (kind + 1) * rows) & (position < wide)
+        idx = scatter(block, (row - kind * rows) * wide + position, here, (*of.lead, num_kv_blocks, wide))
         tensors += [t.expand(*of.repeated, *t.shape[2:]) for t in (cnt.contiguous(), idx)]
     return BlockSparseTensorsTorch(*tensors, block_size=getattr(lists, "block_size", None))
 
@@ -214,9 +214,9 @@ def draw_lists(
     Args:
         lists: with the fields of `BlockSparseTensorsTorch`.
         num_columns: blocks that a row can list: key blocks (query blocks, for backward lists).
-        batch, head: the number of the batch and of the head that are drawn.
-        backward: rows are key blocks. Query blocks run downwards all the same.
-        path: where to save it.
+        batch, head: indices of what is drawn.
+        backward: rows are key blocks; they are drawn as columns.
+        path: file to save it to.
         ax: matplotlib axes to draw on. None: new ones.
 
     Returns:
@@ -244,13 +244,13 @@ def draw_lists(
 
 
 def _picture(lists: Any, columns: int, batch: int, head: int, backward: bool) -> tuple[torch.Tensor, dict]:
-    """1 for mask and 2 for full blocks [query blocks, key blocks], and the semaphore values by place."""
+    """1 for mask and 2 for full blocks [query blocks, key blocks], and semaphore values by (query block, key block)."""
     picture = torch.zeros(lists.mask_block_cnt.shape[2], columns, dtype=torch.int8)
     labels = {}
-    for shade, kind in enumerate(list_entries.KINDS, 1):
+    for shade, kind in enumerate(list_entries.LIST_KINDS, 1):
         given = (getattr(lists, field, None) for field in (kind.cnt, kind.idx, kind.order))
         counts, idx, order = (None if t is None else t[batch, head].tolist() for t in given)
-        for at in ((row, place) for row, count in enumerate(counts or ()) for place in range(count)):
+        for at in ((row, i) for row, count in enumerate(counts or ()) for i in range(count)):
             entry = at[0], idx[at[0]][at[1]]
             picture[entry] = shade
             if order is not None:
@@ -259,7 +259,7 @@ def _picture(lists: Any, columns: int, batch: int, head: int, backward: bool) ->
 
 
 def _cut(tensors: list[torch.Tensor | None], width: Width, block_size: BlockSize) -> BlockSparseTensorsTorch:
-    """Padded lists at their tight width."""
+    """Padded lists cut to the given widths, or to their longest row."""
     widths = _widths(width, [t for t in tensors[::2] if t is not None])
     cut = [t if i % 2 == 0 or t is None else t[..., : widths[i // 2]].contiguous() for i, t in enumerate(tensors)]
     return BlockSparseTensorsTorch(*cut, block_size=block_size)
@@ -292,6 +292,6 @@ def _ranges(
     """For each row the numbers begin .. skip - 1 and resume .. end - 1: counts, and a padded list."""
     before = (skip - begin).clamp(min=0)
     count = before + (end - resume).clamp(min=0)
-    place = torch.arange(max(1, int(count.max()) if count.numel() else 1))
-    numbers = torch.where(place < before.unsqueeze(-1), begin.unsqueeze(-1), (resume - before).unsqueeze(-1)) + place
-    return count.int(), torch.where(place < count.unsqueeze(-1), numbers, 0).int()
+    index = torch.arange(max(1, int(count.max()) if count.numel() else 1))
+    numbers = torch.where(index < before.unsqueeze(-1), begin.unsqueeze(-1), (resume - before).unsqueeze(-1)) + index
+    return count.int(), torch.where(index < count.unsqueeze(-1), numbers, 0).int()

@@ -1,12 +1,12 @@
-"""Backward calls that share row sums and accumulators, for attention outputs that are weighed and summed.
+"""Backward calls that share row sums and accumulators, for weighted sums of attention outputs.
 
 With ``shared=SharedBackward(...)`` a backward call gets row sums from the caller, instead of computing them from
-``out`` and ``lse``; it adds to fp32 accumulators of the caller, and leaves them for `convert`, which makes a gradient
-of one and may add it to what the output holds. `backward_layout` returns the layout of a call's accumulators, `aligned`
-lets several calls agree on one, and calls may share accumulators with equal `AccumLayout.place`:
+``out`` and ``lse``; it adds to fp32 accumulators of the caller, and leaves them to `convert`, which rounds one to a
+gradient and may add the output's old values. `backward_layout` returns the layout of a call's accumulators, `aligned`
+makes the layouts of several calls compatible, and calls may share accumulators with equal `AccumLayout.layout_key`:
 
     cmp, swa = aligned(backward_layout(q, k_cmp, v_cmp, **of_cmp), backward_layout(q, k, v, **of_swa))
-    dq, flags = torch.empty(cmp.dq.shape), ...        # cmp.dq.place == swa.dq.place
+    dq, flags = torch.empty(cmp.dq.shape), ...        # cmp.dq.layout_key == swa.dq.layout_key
     (dk, dv) = zeroed(swa.dk, swa.dv, device=q.device)
     _flash_attn_bwd(q, k_cmp, v_cmp, None, do, None, **of_cmp, shared=SharedBackward(cmp, *rows_cmp, dq, first=True))
     _flash_attn_bwd(q, k, v, None, do, None, **of_swa, shared=SharedBackward(swa, *rows_swa, dq, dk, dv))
@@ -18,11 +18,11 @@ start, with ``start`` of dq's layout. The kernel reads whole tiles: up to the ne
 sequence's end hold dpsum 0 and lse_log2 +inf. The probabilities are exp2(scores - lse_log2), so
 
 - lse_log2 = +inf gives exact zeros, for padding and for a row whose gate is 0; its dpsum and do have to be finite;
-- a row that sees no key has to hold a finite number or +inf, not its lse of -inf: all its scores are -inf;
-- lse - ln(g) for lse scales the probabilities by g, as if ``do`` had been g * do with the same dpsum.
+- a row that sees no key needs a finite lse_log2 or +inf, not -inf: all its scores are -inf;
+- lse - ln(g) in place of lse scales the probabilities by g, as g * do with the same dpsum would.
 
 Without GQA dk and dv have no accumulators: one CTA stores each tile in the output's dtype, and the caller sums the
-calls' results. In deterministic mode bits repeat as long as the calls come in the same order.
+calls' results. In deterministic mode results repeat bit by bit if the order of the calls does.
 """
 
 import math
@@ -32,7 +32,7 @@ from typing import Any, Hashable, NamedTuple, Optional
 
 import torch
 
-ALIGNED = 64  # elements: a buffer inside another one starts at a multiple of 256 bytes
+ALIGNED = 64  # elements: buffers of one allocation start at multiples of 256 bytes
 
 
 class Tile(NamedTuple):
@@ -49,10 +49,10 @@ class Tile(NamedTuple):
 
     @property
     def pattern(self) -> Hashable:
-        """Equal for tiles that put every element in the same place.
+        """Equal for tiles with the same memory layout.
 
-        sm_90 keeps wgmma's registers: for 64 rows, by 8 columns, then by thread, then by register. Whether warpgroups
-        share the columns of 64 rows, or take 64 rows each, is then nowhere to be seen, nor is the number of rows.
+        sm_90 stores wgmma's registers: for 64 rows, by 8 columns, then by thread, then by register. That layout depends
+        neither on the number of rows nor on whether warpgroups split the columns or the rows.
         """
         groups = self.threads // 128
         whole = self.rows == 64 * self.atoms and self.atoms in (1, groups)
@@ -67,8 +67,8 @@ class AccumLayout:
 
     heads: tuple[int, ...]  # (B, H), packed (H,)
     tokens: int  # of a sequence; packed: of all
-    sequences: Optional[int]  # packed: how many; None where all have one length
-    start: int  # rows are rounded up to a multiple of this; packed: every sequence starts at one
+    sequences: Optional[int]  # packed: their number; else None
+    start: int  # rows are rounded up to a multiple of this; packed: each sequence starts at a multiple
     head_dim: int
     tile: Tile
 
@@ -87,7 +87,7 @@ class AccumLayout:
         return (*self.heads, self.rows * self.width)
 
     @cached_property
-    def place(self) -> Hashable:
+    def layout_key(self) -> Hashable:
         """Equal for accumulators that calls may share."""
         return self.heads, self.tokens, self.sequences, self.start, self.head_dim, self.tile.pattern
 
@@ -99,7 +99,7 @@ class BackwardLayout:
     dq: AccumLayout
     dk: Optional[AccumLayout]  # None without GQA
     dv: Optional[AccumLayout]
-    flags: Optional[tuple[int, ...]]  # int32, where the call can store the first part of dq (`bwd_sm90.accumulators`)
+    flags: Optional[tuple[int, ...]]  # int32, if the call's first writers can store dq (`bwd_sm90.accumulators`)
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
@@ -115,17 +115,17 @@ class BackwardLayout:
 
 
 class SharedBackward(NamedTuple):
-    """Tensors that a backward call is given, and leaves to its caller.
+    """Tensors that a backward call gets from its caller, and leaves to it.
 
     Attributes:
         dq: fp32 accumulator of ``layout.dq.shape``; added to. None: the call has its own and returns dq.
-        dk, dv: the same for ``layout.dk.shape``, ``layout.dv.shape``, under GQA; both or neither.
-        first: dq holds nothing yet, and may be uninitialised: this call is to leave exactly its own part there. Under
-            compressed-causal masking the kernel stores that part instead of adding it; else the call clears dq.
-        flags: zeroed int32 of ``layout.flags``, for ``first``; None: the call makes its own.
+        dk, dv: likewise, of ``layout.dk.shape`` and ``layout.dv.shape``, under GQA; both or neither.
+        first: dq is uninitialised, and the call overwrites it: under compressed-causal masking the first writer of a
+            query tile stores, else the call clears dq and adds.
+        flags: zeroed int32 of ``layout.flags``, for ``first``; None: the call allocates them.
     """
 
-    layout: Optional[BackwardLayout]  # what `backward_layout` returned for this call, or `aligned` made of it
+    layout: Optional[BackwardLayout]  # of `backward_layout` for this call, or of `aligned`
     dpsum: Optional[torch.Tensor]  # dpsum, lse_log2: the row sums, as the module's docstring says
     lse_log2: Optional[torch.Tensor]
     dq: Optional[torch.Tensor] = None
@@ -142,12 +142,12 @@ def backward_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
     """The layouts of a backward call's accumulators; nothing is read, computed or launched.
 
     Args:
-        q, k, v: as the call's; only shape, stride, dtype and device count (a device of type "meta" will do).
+        q, k, v: like the call's in shape, stride, dtype and device; meta tensors will do.
         options: the call's other arguments.
 
     Raises:
         ValueError: no tokens, or options that cannot be shared.
-        NotImplementedError: an architecture without such hooks.
+        NotImplementedError: an architecture whose backward cannot share.
     """
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -156,9 +156,9 @@ def backward_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
 
 
 def aligned(*layouts: BackwardLayout) -> tuple[BackwardLayout, ...]:
-    """The calls' layouts with rows, and starts of packed sequences, at common multiples: one form of row sums for all.
+    """The calls' layouts with rows, and starts of packed sequences, at common multiples, so that all share row sums.
 
-    Where sequences are packed only sm_90's kernels can do with other starts than their own.
+    With packed sequences only sm_90's kernels support starts other than their own: other layouts are unchanged.
     """
     q, k = (math.lcm(*(each.start for each in accums if each)) for accums in zip(*((x.dq, x.dk) for x in layouts)))
     if any(x.dq.sequences is not None and x.dq.tile.arch // 10 != 9 for x in layouts):
@@ -172,7 +172,7 @@ def aligned(*layouts: BackwardLayout) -> tuple[BackwardLayout, ...]:
 
 
 def zeroed(*wanted: AccumLayout | tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    """Zeros for all of them in one allocation and one launch: fp32 for a layout, int32 for the shape of flags."""
+    """Zeroed tensors in one allocation and one launch: fp32 for a layout, int32 for a shape of flags."""
     shapes = [each.shape if isinstance(each, AccumLayout) else each for each in wanted]
     sizes = [math.prod(shape) for shape in shapes]
     capacity = [-(-size // ALIGNED) * ALIGNED for size in sizes]
@@ -197,13 +197,13 @@ def convert(
 
     Args:
         accum: fp32, of ``layout.shape``.
-        layout: of any of the calls that added to it.
+        layout: that of any call that added to it.
         out: [B, T, H, D], packed [total, H, D]; fp16 or bf16, contiguous in its last dimension.
         scale: softmax_scale for dq and dk, 1 for dv.
         cu_seqlens: int32 [sequences + 1], of packed sequences.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: a shape does not fit.
     """
     from flash_attn.cute import interface
 
@@ -226,9 +226,9 @@ def convert(
 
 
 def left_to_caller(shared: Optional[SharedBackward], **alone: Any) -> tuple[bool, bool]:
-    """Two flags: dq, and dk and dv, are not for the call to convert.
+    """(whether dq, whether dk and dv) are left to the caller to convert.
 
-    alone: arguments that a call with ``shared`` cannot have.
+    alone: arguments that a call with ``shared`` does not support, None where not given.
     """
     if shared is None:
         return False, False
@@ -243,7 +243,7 @@ def left_to_caller(shared: Optional[SharedBackward], **alone: Any) -> tuple[bool
 def without_tokens(
     shared: SharedBackward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[Optional[torch.Tensor], ...]:
-    """A call's results where there is no query or no key."""
+    """The results of a call without queries or without keys."""
     if shared is LAYOUT_ONLY:
         raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}: without tokens there are no accumulators")
     if shared.first and shared.dq is not None:
@@ -270,7 +270,7 @@ def call_layout(
     multiple: int,
     writes_first: bool,
 ) -> BackwardLayout:
-    """From the shapes of q, k and v; pairs are of queries and keys, ``sequences`` None where they are not packed."""
+    """The layout for shapes of q, k and v. Pairs are for (queries, keys); ``sequences`` is None where not packed."""
 
     def accum(x: tuple[int, ...], which: int) -> AccumLayout:
         how = Tile(
@@ -290,9 +290,9 @@ def call_layout(
 def checked(
     shared: SharedBackward, layout: BackwardLayout, device: torch.device, *, without_dq: bool = False
 ) -> SharedBackward:
-    """``shared`` with what it leaves to the call allocated.
+    """Check ``shared``, and allocate the tensors that it leaves to the call.
 
-    without_dq: the call leaves dq out, and has no accumulator for it.
+    without_dq: the call leaves dq out, and needs no accumulator for it.
     """
     given = shared.layout
     if given is not layout:
@@ -325,9 +325,9 @@ def checked(
 
 
 def clear_first(shared: SharedBackward, seen_from: Optional[int]) -> None:
-    """Clear what the call's kernel adds to of an accumulator that holds nothing yet.
+    """Clear the rows of an uninitialised dq that the call's kernel adds to without a first writer.
 
-    seen_from: the kernel stores the first part of every row from this one on; None: it stores nothing.
+    seen_from: rows from this one on have a first writer, which stores; None: no row has.
     """
     if not shared.first:
         return
@@ -340,7 +340,7 @@ def clear_first(shared: SharedBackward, seen_from: Optional[int]) -> None:
 def sequence_starts(shared: Optional[SharedBackward], tile: tuple[int, int]) -> Optional[tuple[int, ...]]:
     """Multiples at which packed queries and keys start, for a compile key.
 
-    None without ``shared``: a preprocess goes before the kernel.
+    None without ``shared``, where the preprocess kernel sets them.
     """
     if shared is None:
         return None

@@ -12,7 +12,7 @@ import torch
 from fuzz import strategies
 from fuzz.case import Served
 from fuzz.prop import Skip, holds, refused
-from fuzz.serving import PAGE, ROOM, Calls, caches_of, check_pages, config_of, spoilt
+from fuzz.serving import CAPACITY, PAGE, Calls, caches_of, check_pages, config_of, spoilt
 from nsa_layer import NSACache, nsa, nsa_with_kvcache
 from nsa_layer.checks import starts_of_lengths
 from nsa_layer.kvcache import eager  # noqa: F401, a fault is planted in what has been imported
@@ -66,7 +66,7 @@ def steps_of_nsa_cache(case: Served) -> None:
         kept |= dict(index_dim=4, index_heads=case.index_heads)
         names += ["q_index", "k_index"]
     with draw.choice(modes)():
-        cache = NSACache(B, ROOM, 2, 8, config=config, dtype=torch.float64, **kept)
+        cache = NSACache(B, CAPACITY, 2, 8, config=config, dtype=torch.float64, **kept)
     of, lengths = list(range(B)), [0] * B  # the sequence that each row is of
     for counts in case.counts:
         with draw.choice(modes)():
@@ -79,8 +79,8 @@ def steps_of_nsa_cache(case: Served) -> None:
                 lengths = [draw.randint(0, n) for n in lengths]
                 cache.crop(lengths)
             if case.kept != "pages" and draw.random() < 0.3:
-                cache.grow(ROOM + 8)
-            counts = [min(n, ROOM - at) for n, at in zip(counts, lengths)]
+                cache.grow(CAPACITY + 8)
+            counts = [min(n, CAPACITY - at) for n, at in zip(counts, lengths)]
             tokens = [calls.tokens[i] for i in of]
             parts = [[own[name][at : at + n] for own, at, n in zip(tokens, lengths, counts)] for name in names]
             q, k, v, *of_index = map(torch.cat, parts)
@@ -98,6 +98,6 @@ def steps_of_nsa_cache(case: Served) -> None:
         held = [*cache.caches.values(), cache.cache_seqlens, *(pages.table for pages in cache._pages.values())]
         assert not any(x.is_inference() for x in held), "made under inference mode, where no other call may change it"
         check_pages(cache)
-    cache.cache_seqlens += 2 * ROOM  # as calls outside of it may leave it
+    cache.cache_seqlens += 2 * CAPACITY  # as calls outside of it may leave it
     with refused("", ValueError):
         cache.attend(**{name: torch.stack([calls.tokens[0][name][:1]] * B) for name in names}, validate=True)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuzz.wrong_calls import Arguments, Table
 
-# Operators that make room, or another view of a tensor.
+# Operators that allocate a tensor, or make another view of a tensor.
 HARMLESS = tuple("empty detach alias view expand t. transpose select slice unsqueeze permute as_strided".split())
 
 

@@ -18,7 +18,7 @@ from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.block_lists import make as list_kernels
 from nsa_layer.kernels.launch import rows_aligned
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
-from nsa_layer.kernels.union_lists.sizes import longest_work_tile, most_partials
+from nsa_layer.kernels.union_lists.sizes import longest_work_tile
 from nsa_layer.kernels.union_lists.unions import union_lists
 from nsa_layer.support import UNION_BLOCK, UNION_ROWS, device_arch, hopper_kv_tile, kernel_family, reads_unions
 
@@ -109,9 +109,7 @@ def token_block_csr(call: Call, varlen: Varlen, block_indices: Tensor) -> KeyPai
     longest = longest_work_tile(count, call.q.shape[-2] // Hs)
     sizes = dict(heads=Hkv, queries=call.q.shape[-3], keys=varlen.longest_k, blocks=varlen.total_key_blocks)
     starts = dict(cu_seqlens=varlen.cu_seqlens, cu_lists=varlen.cu_tiles, cu_blocks=varlen.cu_key_blocks)
-    pairs = pairs_by_block(block_indices, cap=longest, **_static(call), **sizes, **starts)
-    more = (most_partials(count, longest), call.config.block_size, varlen.cu_key_blocks, Hs > Hkv)
-    return KeyPairs(pairs.tokens, pairs.work_tiles, pairs.row_tiles, *more)
+    return pairs_by_block(block_indices, cap=longest, **_static(call), **sizes, **starts)
 
 
 def _static(call: Call) -> dict:

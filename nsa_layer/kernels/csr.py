@@ -1,7 +1,7 @@
 """CSR rows from their counts, by a single CTA: the starts of their entries, and work tiles over them.
 
 A CTA of 1,024 threads goes through the counts 8,192 at a time and carries the totals along: the lists of 65,536 tokens
-are one step, the starts of a million sixteen. More CTAs would have to wait for each other, for as long.
+are one step, the starts of a million sixteen. With several CTAs, each would wait for those before it, for as long.
 """
 
 import cutlass
@@ -13,7 +13,7 @@ from flash_attn.cute.utils import warp_prefix_sum
 THREADS = 1024
 WARPS = THREADS // 32
 PER_THREAD = 8
-WORK_TILE = 4  # numbers of a written work tile
+WORK_TILE = 4  # fields of a work tile
 
 
 @cute.jit
@@ -28,7 +28,7 @@ def sum_before(value: Int32, sums: cute.Tensor, warp: Int32, lane: Int32):
     before = cute.arch.shuffle_sync(of_warps, cutlass.max(warp - 1, 0))
     if warp == 0:
         before = Int32(0)
-    cute.arch.sync_threads()  # the sums' next use
+    cute.arch.sync_threads()  # before `sums` is written again
     return before + through - value, total
 
 
@@ -36,8 +36,8 @@ class RowStarts:
     """Row counts -> starts of the rows' entries, and work tiles before each row, of at most `longest` entries.
 
     Args:
-        longest: 0: a row is one work tile, whatever it lists.
-        empty_tiles: an empty row has a work tile, too, whose CTA writes the row's zeros; without, it has none.
+        longest: entries of a work tile at most; 0: a row is one work tile.
+        empty_tiles: an empty row has a work tile, whose CTA writes the row's zeros; else it has none.
     """
 
     shapes = "rows", "starts", "ends", f"work_tiles {WORK_TILE} @16", "sequences"
@@ -109,7 +109,7 @@ class RowStarts:
 
     @cute.jit
     def write_work_tiles(self, work_tiles: cute.Tensor, at: Int32, entries: tuple, num_tiles: Int32, partial: Int32):
-        """Write a row's work tiles; entries: row, begin and end. They differ in length by the last one only."""
+        """Write a row's work tiles, equally long but for the last one; entries: row, begin and end."""
         row, begin, end = entries
         length = cute.ceil_div(end - begin, num_tiles)
         for n in cutlass.range(num_tiles):

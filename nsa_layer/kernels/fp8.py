@@ -1,4 +1,4 @@
-"""Numbers of caches in FP8 (float8_e4m3fn) in registers, four to a word: to fp16 and fp32, and from fp32."""
+"""Conversions of caches in FP8 (float8_e4m3fn), four elements to a register: to fp16 and fp32, and from fp32."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from cutlass import Float16, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-FP8 = cutlass.Float8E4M3FN
-# Two of a word's numbers, the lower ones and the upper ones, in fp16: exact.
+E4M3 = cutlass.Float8E4M3FN
+# The lower two and the upper two elements of a word, in fp16: exact.
 _LOWER = "{ .reg .b16 two, none; mov.b32 {two, none}, $1; cvt.rn.f16x2.e4m3x2 $0, two; }"
 _UPPER = "{ .reg .b16 two, none; mov.b32 {none, two}, $1; cvt.rn.f16x2.e4m3x2 $0, two; }"
 _FROM_FLOATS = (
@@ -26,7 +26,7 @@ def _asm(text: str, constraints: str, *operands: Int32 | Float32, loc: object = 
 
 
 def unpack(word: Int32) -> tuple[Int32, Int32]:
-    """Four numbers in fp16, two to a word."""
+    """The four elements of a word in fp16, two to a word."""
     return _asm(_LOWER, "=r,r", word), _asm(_UPPER, "=r,r", word)
 
 
@@ -36,16 +36,16 @@ def pack(x: list[Float32]) -> Int32:
 
 
 def words(x: cute.Tensor) -> cute.Tensor:
-    """A tensor in registers as words."""
+    """A tensor in registers as 32-bit words."""
     return cute.recast_tensor(x, Int32)
 
 
 def floats(x: cute.Tensor) -> list[Float32]:
-    """The numbers of a vector in registers, of FP8 or of 16 bits."""
+    """The elements of a vector in registers, in FP8 or 16 bits, in fp32."""
     size = cute.size(x)
-    if x.element_type != FP8:
+    if x.element_type != E4M3:
         return [x[i].to(Float32) for i in range(size)]
-    whole, halves = (cute.make_rmem_tensor((-(-size // 4) * 4,), dtype) for dtype in (FP8, Float16))
+    whole, halves = (cute.make_rmem_tensor((-(-size // 4) * 4,), dtype) for dtype in (E4M3, Float16))
     words(whole).fill(0)
     for i in range(size):
         whole[i] = x[i]
@@ -55,15 +55,15 @@ def floats(x: cute.Tensor) -> list[Float32]:
 
 
 def inverse(scale: cute.Tensor | None, head: Int32) -> Float32:
-    """1 / a head's scale, 1 without."""
+    """1 / a head's scale; 1 if there are no scales."""
     return Float32(1.0) if scale is None else 1.0 / scale[head]
 
 
 def store(x: list[Float32], by: Float32, target: cute.Tensor) -> None:
-    """Write numbers, times `by` where they are stored in FP8, to a vector in registers or memory."""
+    """Write numbers, times `by` if the target is in FP8, to a vector in registers or memory."""
     size, x = len(x), x + x[-1:] * (-len(x) % 4)
     kept = cute.make_rmem_tensor((len(x),), target.element_type)
-    if target.element_type == FP8:
+    if target.element_type == E4M3:
         for i in range(len(x) // 4):
             words(kept)[i] = pack([y * by for y in x[4 * i : 4 * i + 4]])
     else:

@@ -1,7 +1,7 @@
 """Sums of tensors of rows, in fp32, rounded once: one pass, bound by memory.
 
-A CTA has consecutive rows, heads side by side as in memory; a thread has 16 bytes of each part, all on their way before
-the first is added.
+A CTA has consecutive rows, heads side by side as in memory; a thread has 16 bytes of each part, all loaded before the
+first is added.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class RoundedSum:
         T, H, _ = mOut.shape
         row = bidx * self.rows + n // self.lanes
         inside = (n < self.rows * self.lanes) & (row < T * H)
-        row = cutlass.min(row, T * H - 1)  # others read the last row: a branch would part the loads
+        row = cutlass.min(row, T * H - 1)  # others read the last row: a branch would delay the loads
         element = row // H, row % H, n % self.lanes
         loads = [self.load(x, *element) for x in parts]
         total = loads[0].load().to(Float32)

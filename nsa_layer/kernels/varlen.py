@@ -1,12 +1,13 @@
-"""Rows of one head in both layouts: the packed sequence of a row or tile, and 16-byte vectors of a row.
+"""Rows of one head in both layouts: the packed sequence of a row or tile, counts of compressed keys, vectors of a row.
 
-A thread block finds its sequence by itself: sequence s has the tiles from ``start[s] // size + s`` on, which counts
-its last, short tile whatever the lengths are; tiles past a sequence's end have nothing to do.
+Grids do not depend on packed lengths: sequence s has the tiles from ``start[s] // size + s`` on, enough for its last,
+short tile, and a CTA finds its sequence by them. Tiles past a sequence's end have nothing to do.
 """
 
 import math
 from typing import Optional
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
@@ -20,8 +21,8 @@ def tiles_and_batch(x: cute.Tensor, starts: Optional[cute.Tensor], size: int):
     return x.shape[0] // size + starts.shape[0] - 1, 1
 
 
-def place_of_cta(tiles: Int32, H: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-    """(sequence, tile, head, y) of a CTA, heads side by side: x alone is large enough for every batch."""
+def cta_coordinates(tiles: Int32, H: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """(sequence, tile, head, y) of a CTA, the head fastest; grid x alone is large enough for these of every batch."""
     unit, y, _ = cute.arch.block_idx()
     row = unit // H
     return row // tiles, row % tiles, unit % H, y
@@ -43,6 +44,16 @@ def sequence_tile(unit: Int32, tiles: Int32, x: cute.Tensor, starts: Optional[cu
 def head_rows(x: cute.Tensor, batch: Int32, head: Int32) -> cute.Tensor:
     """[rows, D] of [B, rows, H, D], or of packed [rows, H, D]."""
     return x[batch, None, head, None] if cute.rank(x) == 4 else x[None, head, None]
+
+
+def compressed_length(tokens: Int32, span: int, stride: int) -> Int32:
+    """The number of compressed keys that `tokens` tokens complete."""
+    return cutlass.max(tokens - span + stride, 0) // stride
+
+
+def compressed_end(t: Int32, offset: int, stride: int) -> Int32:
+    """One past the last compressed key that the causal mask shows token t, of those that are complete."""
+    return cutlass.max(t - offset + stride, 0) // stride
 
 
 def vector(x: cute.Tensor, row: Int32, lane: Int32, size: int) -> cute.Tensor:

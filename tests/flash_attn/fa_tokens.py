@@ -166,18 +166,18 @@ def key_pairs(case: TokenCase, tables: list[torch.Tensor]) -> Any:
     heads = [[of[h] for h in range(case.Hkv)] for of in by_block]
     ordered = zip(*heads) if case.packed else heads  # packed: all sequences of a head
     by_row = [row.nonzero().flatten() for of in ordered for own in of for row in own]
-    items, row_items, partials = [], [0], 0
+    work_tiles, row_tiles, partials = [], [0], 0
     for row, (begin, end) in enumerate(pairwise(accumulate(map(len, by_row), initial=0))):
-        pieces = max(1, -(-(end - begin) // case.cap))
-        length = -(-(end - begin) // pieces)
-        for i in range(pieces):
-            piece = min(begin + i * length, end), min(begin + (i + 1) * length, end)
-            items.append((row, *piece, partials + i if pieces > 1 else -1))
-        partials += pieces if pieces > 1 else 0
-        row_items.append(len(items))
-    items += [(1 << 30,) * 4] * 3
+        splits = max(1, -(-(end - begin) // case.cap))
+        length = -(-(end - begin) // splits)
+        for i in range(splits):
+            split = min(begin + i * length, end), min(begin + (i + 1) * length, end)
+            work_tiles.append((row, *split, partials + i if splits > 1 else -1))
+        partials += splits if splits > 1 else 0
+        row_tiles.append(len(work_tiles))
+    work_tiles += [(1 << 30,) * 4] * 3
     device = tables[0].device
-    items, row_items = (torch.tensor(x, dtype=torch.int32, device=device) for x in (items, row_items))
+    work_tiles, row_tiles = (torch.tensor(x, dtype=torch.int32, device=device) for x in (work_tiles, row_tiles))
     before = [0, *accumulate(table.shape[2] for table in tables)]
     blocks = torch.tensor(before, dtype=torch.int32, device=device) if case.packed else None
-    return KeyPairs(torch.cat(by_row).int(), items, row_items, partials, case.keys, blocks, case.by_head)
+    return KeyPairs(torch.cat(by_row).int(), work_tiles, row_tiles, partials, case.keys, blocks, case.by_head)

@@ -23,7 +23,7 @@ STACKED = [case for case in WITHOUT_PLAN if case.form == "stacked"]
 def compile_ordered(case: Case, in_use: bool) -> set[int]:
     """Deterministic backward in one pass; dimensions of the index lists that the kernel reads.
 
-    in_use: not all queries that sequences have room for are there.
+    in_use: sequences have fewer queries than their capacity.
     """
     from flash_attn.cute.lists import deterministic_lists
     from flash_attn.cute.lists.rows import ListRow

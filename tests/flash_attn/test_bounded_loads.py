@@ -161,7 +161,7 @@ def test_neighbours(kind: Case) -> None:
 def test_tokens_that_are_not_used(case: Case) -> None:
     """With seqused the end of a sequence is there: what its tensors hold past it may be anything.
 
-    Rows of stacked lists would have room for the blocks in use alone; those of a case have it for all.
+    Rows of stacked lists would have capacity for the blocks in use alone; those of a case for all.
     """
     x, used = make_inputs(case), [[max(0, n - n // 3) for n in side] for side in zip(*case.packed)]
     pairs = [zip(*sides, strict=True) for sides in zip(zip(*case.packed), used)]

@@ -60,7 +60,7 @@ def test_the_exchange_keeps_the_layout_and_is_silent(dtype: torch.dtype, capfd: 
         torch.set_warn_always(always)
 
 
-PLACES = [(name, value) for name, value in vars(lazy_imports).items() if isinstance(value, Deferred)]
+DEFERRED = [(name, value) for name, value in vars(lazy_imports).items() if isinstance(value, Deferred)]
 
 
 @pytest.mark.parametrize("first", swept(["import quack", "import flash_attn.cute", "import torch._dynamo"], 3))
@@ -79,7 +79,7 @@ print(callable(rmsnorm) and quack.rmsnorm is rmsnorm, fake_tensor.load() is quac
     assert result.stdout.splitlines()[-1] == "True True"
 
 
-@pytest.mark.parametrize("name,deferred", PLACES, ids=[name for name, _ in PLACES])
+@pytest.mark.parametrize("name,deferred", DEFERRED, ids=[name for name, _ in DEFERRED])
 def test_every_name_is_there(name: str, deferred: Deferred) -> None:
     found = deferred.load()
     assert deferred.__name__ == found.__name__ in (name, "make_fake_tensor") and found is deferred.load()

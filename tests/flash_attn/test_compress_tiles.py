@@ -297,5 +297,5 @@ def test_the_plan_changes_no_result(
         results.append(backward(case, x, o, lse))
     for result in results[1:]:
         for got, expected in zip(result, results[0], strict=True):
-            # The shares are added up in fp32: what is left is the rounding of the sum.
+            # The shares are added up in fp32: the rest is the rounding of the sum.
             torch.testing.assert_close(got, expected, rtol=1e-2, atol=float(expected.abs().max()) * 1e-2)

@@ -111,7 +111,7 @@ def test_stacked_lists_are_merged_like_ragged_ones(heads: int, lengths: str, spt
         given["seqused_q"] = queries if lengths == "in use" else None
     mine, other = (prepare(lists, 90, True, **given) for lists in (stacked, ragged))
     assert_same_entries(mine, other)
-    # What room there is for entries is that of one of the two lists.
+    # The capacity for entries is that of one of the two lists.
     assert mine.mask_block_idx.numel() == stacked.mask_block_idx.numel()
     unknown = prepare(stacked, 90, True, **(given | dict(seqlen_q=torch.tensor(512))))  # by the host
     assert_same_entries(unknown, other)

@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = dict(seqlen_q=600, seqlen_k=256, num_heads=4, num_heads_
 
 
 def batch_lists() -> tuple[Lists, Lists]:
-    """Writable lists [1, 4, ...] with semaphore values, two places wider than needed where there is room."""
+    """Writable lists [1, 4, ...] with semaphore values, two entries wider than needed where capacity allows."""
     dense = MASK.repeat_interleave(128, 0)[:600].repeat_interleave(64, 1)
     dense = (dense == 2) | ((dense == 1) & (torch.arange(256) % 64 == 0))
     forward = lists_from_dense(dense.expand(1, 4, -1, -1), (128, 64), width=4)
@@ -224,9 +224,9 @@ def test_the_sequence_is_named(form: str) -> None:
         ("compact", dict(cu_total_m_blocks=None), "cu_total_m_blocks, with shape (6,); got None"),
         ("compact", dict(cu_total_m_blocks=int32([0, 4, 4, 5, 8, 9])), "expected capacity for 5 rows of sequence 0"),
         ("compact", dict(cu_total_m_blocks=int32([0, 5, 5, 6, 9, 11])), "[5] = 11, but mask_block_cnt has 10 rows"),
-        ("stacked", dict(cu_block_idx_offsets=int32([-1, 0, 0, 0, 0, 0])), "by cu_block_idx_offsets, at place -1"),
-        ("stacked", dict(cu_block_idx_offsets=int32([0, 20, 20, 22, 99])), "by cu_block_idx_offsets, at place 99"),
-        ("ragged", dict(cu_block_idx_offsets=torch.full((2, 10), 1 << 40)), "at place 1099511627776 with"),
+        ("stacked", dict(cu_block_idx_offsets=int32([-1, 0, 0, 0, 0, 0])), "by cu_block_idx_offsets, at offset -1"),
+        ("stacked", dict(cu_block_idx_offsets=int32([0, 20, 20, 22, 99])), "by cu_block_idx_offsets, at offset 99"),
+        ("ragged", dict(cu_block_idx_offsets=torch.full((2, 10), 1 << 40)), "at offset 1099511627776 with"),
         ("compact", dict(block_size=None), "block_size is None"),
     ],
 )

@@ -164,7 +164,7 @@ def test_mask_lists_for_every_head_and_full_lists_for_one() -> None:
 
 
 def band(heads: int, blocks: int, listed: int, capacity: int) -> tuple[torch.Tensor, ...]:
-    """Arguments of compute_dq_write_order: a band of mask blocks, in rows with room for more, and for full blocks."""
+    """Arguments of compute_dq_write_order: a band of mask blocks, in rows of larger capacity, and for full blocks."""
     row, at = torch.arange(blocks).view(blocks, 1), torch.arange(capacity)
     count = torch.full((1, heads, blocks), listed, dtype=torch.int32)
     sides = []
@@ -179,13 +179,13 @@ def test_narrow_rows_take_memory_by_the_block(blocks: int) -> None:
     """No table of all pairs of blocks, from lists or, as upstream has it too, from a BlockMask."""
     heads, listed, capacity = 2, 5, 8
     lists = band(heads, blocks, listed, capacity)
-    places = 2 * heads * blocks * capacity
-    assert peak_bytes(lambda: compute_dq_write_order(*lists), "cpu") <= 80 * places
+    entries = 2 * heads * blocks * capacity
+    assert peak_bytes(lambda: compute_dq_write_order(*lists), "cpu") <= 80 * entries
     bounded = peak_bytes(lambda: compute_dq_write_order(*lists, listed=heads * blocks * listed), "cpu")
-    assert bounded <= 80 * heads * blocks * listed + 8 * places
+    assert bounded <= 80 * heads * blocks * listed + 8 * entries
     mask = SimpleNamespace(as_tuple=lambda: (blocks * 128, blocks * 128, *lists))
     of_mask = partial(block_sparsity.compute_dq_write_order_from_block_mask, mask)
-    assert peak_bytes(of_mask, "cpu") <= 80 * places
+    assert peak_bytes(of_mask, "cpu") <= 80 * entries
     assert_equal(of_mask(), compute_dq_write_order(*lists))
 
 

@@ -89,8 +89,8 @@ LISTED = calls(
     ({"D": 64, "causal": True}, 3),
     ({"D": 64, "block": (128, 64), "mask_mod": "thirds"}, 3),
     ({"D": 96, "causal": True}, 3),
-    # Heads of a group that do not divide a tile, other values than keys, no room, no registers, packed sequences,
-    # wide rows.
+    # Heads of a group that do not divide a tile, other values than keys, no shared memory or registers left, packed
+    # sequences, wide rows.
     ({"Hq": 6}, 0),
     ({"D": 192, "Dv": 128, "block": (64, 96), "Hkv": 4}, 0),
     ({"D": 256, "block": (128, 64)}, 0),

@@ -48,7 +48,7 @@ def shared_gradients(
     (case, compressed), (_, x), _ = called
     scale, given = case.D**-0.5, [of_backward(*each) for each in called]
     layouts = aligned(*(backward_layout(x.q, own.k, own.v, **each) for (_, own), each in zip(called, given)))
-    assert len({of.dq.place for of in layouts}) == 1 and layouts[1].dk.place == layouts[2].dk.place
+    assert len({of.dq.layout_key for of in layouts}) == 1 and layouts[1].dk.layout_key == layouts[2].dk.layout_key
     if rows is None:
         rows = [row_sums(case, layouts[0], x.do, *each[:2]) for each in results]
     dq = torch.full(layouts[0].dq.shape, torch.nan, device="cuda")
@@ -142,8 +142,8 @@ def test_conversions_that_add_compile(compiler: Worker) -> None:
         compiler.trace(conversions, int(compiler.arch.removeprefix("sm_")), D)
 
 
-def places(rows: int, threads: int, atoms: int, D: int) -> list[list[int]]:
-    """The places where a kernel with such tiles leaves the elements of 128 rows: [row][column]; in a worker."""
+def positions(rows: int, threads: int, atoms: int, D: int) -> list[list[int]]:
+    """The positions where a kernel with such tiles leaves the elements of 128 rows: [row][column]; in a worker."""
     import cutlass
     import cutlass.cute as cute
 
@@ -180,7 +180,7 @@ def test_tiles_of_one_pattern_put_elements_in_one_place(compiler_sm90: Worker, D
 
     tiles = [(64, 128, 1), (64, 256, 1), (128, 256, 2)]
     assert len({Tile(90, *tile, False, False, 32, None).pattern for tile in tiles}) == 1
-    alike = [compiler_sm90.trace(places, *tile, D) for tile in tiles]
+    alike = [compiler_sm90.trace(positions, *tile, D) for tile in tiles]
     assert sorted(x for row in alike[0] for x in row) == list(range(128 * D))
     assert alike[0] == alike[1] == alike[2]
 
@@ -218,7 +218,7 @@ def test_shared_calls_give_the_sum_of_separate_ones(options: dict[str, Any]) -> 
     sums = [before[0].float() + sum(part[2].float() for part in parts)]
     sums += [before[i].float() + sum(part[2 + i].float() for part in parts[1:]) for i in (1, 2)]
     for name, mine, expected in zip(("dq", "dk", "dv", "dk_cmp", "dv_cmp"), got, (*sums, *parts[0][3:])):
-        # Where a row sees one key its scores have no gradient: what is left is fp32 rounding of its terms.
+        # Where a row sees one key its scores have no gradient: the rest is fp32 rounding of its terms.
         limit = max(5e-3 * float(expected.float().abs().max()), 1e-5)
         close = dict(rtol=2e-2, atol=limit, msg=lambda m: f"{name} of {base}: {m}")
         torch.testing.assert_close(mine.float(), expected.float(), **close)

@@ -228,7 +228,7 @@ def rows_of_layout(case: Case, without_dq: bool) -> Any:
 def test_rows_serve_both_passes(compiler_sm90: Worker, case: Case) -> None:
     own, both = compiler_sm90.trace(rows_of_layout, case, True)
     assert own.dq.tile.pattern == "rows of 64" and own.dq.start == 64 and own.dq.width == case.D
-    assert both[0].dq.place == both[1].dq.place and both[0].dq.start % 64 == 0
+    assert both[0].dq.layout_key == both[1].dq.layout_key and both[0].dq.start % 64 == 0
     assert (own.dk is None) == (case.Hq == case.Hkv)
 
 

@@ -145,15 +145,15 @@ def infer(call, memory, side_stream):
     if pages is not None:
         k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages]) for x in (k, v))
         for name, whole in (("k_win", k), ("v_win", v)):
-            if (stretch := given[name]) is None:
+            if (window := given[name]) is None:
                 continue
             given[name] = torch.zeros_like(whole)
             for b, (first, at) in enumerate(zip(q_offset.tolist(), win_offset.tolist())):
-                of_b = _rows(stretch, cu, b)[: k.shape[1] - first + at]
+                of_b = _rows(window, cu, b)[: k.shape[1] - first + at]
                 given[name][b, first - at : first - at + len(of_b)] = of_b
-        if (rooms := spec.lengths_k) is not None:
+        if (lengths_k := spec.lengths_k) is not None:
             k, v, given["k_win"], given["v_win"] = (
-                x if x is None else torch.cat([x[b, :S] for b, S in enumerate(rooms)])
+                x if x is None else torch.cat([x[b, :S] for b, S in enumerate(lengths_k)])
                 for x in (k, v, given["k_win"], given["v_win"])
             )
     if spec.bound is not None:
@@ -161,13 +161,13 @@ def infer(call, memory, side_stream):
         assert max(lengths) <= spec.bound
         spec = replace(spec, lengths=tuple(lengths), bound=None)
     config, lengths = spec.config, spec.lengths or [q.shape[1]] * len(q)
-    rooms = spec.key_lengths or [k.shape[1]] * len(k)
+    lengths_k = spec.key_lengths or [k.shape[1]] * len(k)
     own = {name: given[name] for name in ("k_win", "v_win", "k_cmp", "v_cmp")}
-    counts = list(map(config.compressed_length, rooms))
+    counts = list(map(config.compressed_length, lengths_k))
     for name, x in dict(k=k, v=v, **own).items():
         if x is None or not x.numel():
             continue
-        parts = x.unbind() if spec.lengths is None else x.split(counts if "cmp" in name else list(rooms))
+        parts = x.unbind() if spec.lengths is None else x.split(counts if "cmp" in name else list(lengths_k))
         for part, first, T in zip(parts, q_offset.tolist(), lengths):
             end = first + T if "cmp" not in name else config.compressed_length(first + T)
             # Keys on pages are read by the block, those of the window are none behind the last.

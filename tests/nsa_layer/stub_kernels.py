@@ -66,12 +66,12 @@ def launches(call: Callable[[], object], inputs: list[torch.Tensor]) -> tuple[li
     """The launches of a call as data: addresses are told by the input, or by which new tensor it is."""
     LAUNCHED.clear()
     result = call()
-    places: dict[int, object] = {t.data_ptr(): ("input", i) for i, t in reversed(list(enumerate(inputs)))}
+    addresses: dict[int, object] = {t.data_ptr(): ("input", i) for i, t in reversed(list(enumerate(inputs)))}
 
     def data(value: object) -> object:
         if isinstance(value, torch.Tensor):
-            place = places.setdefault(value.data_ptr(), ("new", len(places)))
-            return place, tuple(value.shape), value.stride(), value.dtype
+            address = addresses.setdefault(value.data_ptr(), ("new", len(addresses)))
+            return address, tuple(value.shape), value.stride(), value.dtype
         if isinstance(value, (tuple, list)):
             return type(value).__name__, [data(part) for part in value]
         return type(value).__name__, value

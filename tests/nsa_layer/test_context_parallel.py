@@ -190,7 +190,7 @@ def test_ranks_train_a_layer(group: Any, mode: str, packed: bool, options: dict[
 @pytest.mark.parametrize("size, load_balance", RANKS[:3])
 @by_ranks(size=None)
 def test_sequences_are_cut_and_joined(group: Any, load_balance: str | None) -> None:
-    """Parts are those of their places, and put together the whole; gradients go the same ways."""
+    """Parts are those of their positions, and put together the whole; gradients go the same ways."""
     cp = ContextParallel(group, load_balance=load_balance)
     for dim, dtype in ((1, torch.float64), (0, torch.bfloat16), (-1, torch.int64)):
         x = torch.arange(16 * 16 * 3).view(16, 16, 3).movedim(1, dim).to(dtype)

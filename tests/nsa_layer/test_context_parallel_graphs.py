@@ -85,7 +85,7 @@ def test_a_call_compiles(group: Any, mode: str, kind: str, packed: bool) -> None
             *found, aux = step(partial(attend, **given, cu_seqlens=inputs.cu_seqlens, cp=cp), tensors)
             if kind != "layer":
                 return [*found, aux]
-            width = SMALL.list_width(max(lengths or (T,)))  # without the room that a graph has
+            width = SMALL.list_width(max(lengths or (T,)))  # without the capacity that a graph has
             return [*found, aux.block_indices[..., :width], aux.gates, *(getattr(aux, name) for name in LSES)]
 
         torch.testing.assert_close(run(compiled), run(function))

@@ -135,10 +135,10 @@ def test_reduce_overhead_runs_cuda_graphs(kind: str, replays: list[object]) -> N
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_step_decodes(mode: str, replays: list[object]) -> None:
     """One graph for all lengths, past the end of a block; its caches are changed in place, and none is copied."""
-    config, T, first, room = NSAConfig(block_counts=5, window_size=100), 330, 310, 1 << 16
+    config, T, first, capacity = NSAConfig(block_counts=5, window_size=100), 330, 310, 1 << 16
     q, k, v = (drawn(2, T, h, 64, seed=i) for i, h in enumerate((8, 2, 2)))
     names = "k_cache", "v_cache", "k_cmp_cache", "v_cmp_cache"
-    caches = {name: drawn(2, room // (64 if "cmp" in name else 1), 2, 64) for name in names}
+    caches = {name: drawn(2, capacity // (64 if "cmp" in name else 1), 2, 64) for name in names}
     seqlens = torch.zeros(2, dtype=torch.int32, device="cuda")
     want = nsa(q, k, v, config=config, backend="eager")
     decode, tokens = partial(nsa_with_kvcache, config=config, cache_seqlens=seqlens, **caches), (q, k, v)

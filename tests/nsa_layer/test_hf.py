@@ -78,10 +78,10 @@ def test_models_of_transformers_take_the_attention_by_its_name() -> None:
 def test_packed_sequences_are_what_each_is_alone(compression: str) -> None:
     model, ids, cuts = sparse(nsa_compression=compression), tokens(1, 90), (0, 1, 40, 90)
     alone = torch.cat([model(ids[:, a:b]).logits for a, b in zip(cuts, cuts[1:])], dim=1)
-    places = counted(*(b - a for a, b in zip(cuts, cuts[1:])))
+    position_ids = counted(*(b - a for a, b in zip(cuts, cuts[1:])))
     starts = torch.tensor(cuts, dtype=torch.int32)
     for options in (dict(cu_seq_lens_q=starts), {}, dict(use_cache=False)):
-        packed = model(ids, position_ids=places, **options).logits
+        packed = model(ids, position_ids=position_ids, **options).logits
         torch.testing.assert_close(packed, alone, **CLOSE)
 
 
@@ -119,15 +119,15 @@ def test_steps_on_a_cache_give_the_logits_of_the_whole(options: dict) -> None:
     model, ids = sparse(**options), tokens(2, 75)
     batch, cache = padded(ids, (21, 0)), NSAModelCache(model.config, max_cache_len=10)
     mask = batch["attention_mask"]
-    places = positions(mask)
+    position_ids = positions(mask)
 
     def step_to(end: int, ids: torch.Tensor = ids) -> torch.Tensor:
         begin = cache.get_seq_length()
-        options = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end])
+        options = dict(attention_mask=mask[:, :end], position_ids=position_ids[:, begin:end])
         return model(ids[:, begin:end], **{CACHE: cache}, **options).logits
 
     with torch.no_grad():
-        whole = model(**batch, position_ids=places).logits
+        whole = model(**batch, position_ids=position_ids).logits
         for begin, end in ((0, 15), (15, 40), (40, 41), (41, 70)):
             step = step_to(end)
             real = mask[:, begin:end].bool()
@@ -150,8 +150,8 @@ def test_a_cache_is_taken_by_its_older_name_too_and_has_the_methods_of_transform
             steps = [model(part, past_key_values=cache).logits for part in ids.split(17, dim=1)]
         torch.testing.assert_close(torch.cat(steps, dim=1), whole, **CLOSE)
         cache.reset()
-        hidden, places = model.model.embed_tokens(ids), torch.arange(30)[None]
-        angles = model.model.rotary_emb(hidden, position_ids=places)
+        hidden, position_ids = model.model.embed_tokens(ids), torch.arange(30)[None]
+        angles = model.model.rotary_emb(hidden, position_ids=position_ids)
         model.model.layers[0].self_attn(hidden, position_embeddings=angles, past_key_values=cache)
     assert cache.get_seq_length() == 30
     for kind, base in ((NSACacheLayer, DynamicLayer), (NSAModelCache, Cache)):
@@ -224,13 +224,13 @@ def test_steps_on_a_static_cache_are_one_graph_and_generate_the_same(options: di
 def test_a_static_cache_goes_on_back_and_anew(options: dict) -> None:
     model, batch = sparse(**options), padded(tokens(2, 60), (0, 13))
     mask, cache = batch["attention_mask"], NSAModelCache(model.config, 60, static=True)
-    places = positions(mask)
+    position_ids = positions(mask)
     with torch.no_grad():
-        whole = model(**batch, position_ids=places).logits
+        whole = model(**batch, position_ids=position_ids).logits
         for ends in ((20, 21, 22, 40), (23, 24, 41, 42), (30, 31, 60)):
             for end in ends:
                 begin = cache.get_seq_length()
-                options = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end])
+                options = dict(attention_mask=mask[:, :end], position_ids=position_ids[:, begin:end])
                 step = model(batch["input_ids"][:, begin:end], **{CACHE: cache}, **options).logits
                 real = mask[:, begin:end].bool()
                 torch.testing.assert_close(step[real], whole[:, begin:end][real], **CLOSE)
@@ -281,8 +281,8 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
 def test_a_model_compiles_whole(own: bool, packed: bool) -> None:
     model, ids, options = sparse(num_hidden_layers=1) if own else plain(), tokens(1, 60), {}
     if packed:
-        places = counted(20, 40)
-        options = dict(cu_seq_lens_q=torch.tensor([0, 20, 60], dtype=torch.int32), position_ids=places)
+        position_ids = counted(20, 40)
+        options = dict(cu_seq_lens_q=torch.tensor([0, 20, 60], dtype=torch.int32), position_ids=position_ids)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     logits = compiled(ids, use_cache=False, **options).logits
     torch.testing.assert_close(logits, model(ids, use_cache=False, **options).logits)
@@ -345,8 +345,8 @@ def test_what_it_does_not_do_is_an_error() -> None:
         (NotImplementedError, "dropout", lambda: sparse(attention_dropout=0.1).train()(ids)),
         (NotImplementedError, "q_tile=8", lambda: tiles.generate(ids, max_new_tokens=4)),
         (ValueError, "tokens_to_remove", lambda: cache.crop(5)),
-        (ValueError, "cu_seq_lens_q must be None with a cache", lambda: model(ids, **{CACHE: cache}, cu_seq_lens_q=starts)),
-        (ValueError, "cu_seq_lens_q must be None with a cache", lambda: model(**padded(tokens(2, 20), (0, 3)), cu_seq_lens_q=2 * starts)),
+        (ValueError, "cu_seq_lens_q must be None", lambda: model(ids, **{CACHE: cache}, cu_seq_lens_q=starts)),
+        (ValueError, "must be None with", lambda: model(**padded(tokens(2, 20), (0, 3)), cu_seq_lens_q=2 * starts)),
         (TypeError, "as an integer", lambda: model(ids, use_cache=False, cu_seq_lens_q=starts, max_length_q=20.5)),
         (ValueError, "attention_mask must be that of the cached",
          lambda: model(ids[:, :1], **{CACHE: cache}, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))),
@@ -372,8 +372,8 @@ def test_examples_train_a_sparse_model_and_generate_with_it(tmp_path) -> None:
 def test_kernels_give_the_logits_and_gradients_of_the_cpu() -> None:
     options = dict(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128), nsa_compression="linear")
     model, ids, cuts = sparse(**options).float(), tokens(1, 1000), (0, 1, 400, 1000)
-    places = counted(*(b - a for a, b in zip(cuts, cuts[1:])))
-    packed = dict(cu_seq_lens_q=torch.tensor(cuts, dtype=torch.int32), position_ids=places)
+    position_ids = counted(*(b - a for a, b in zip(cuts, cuts[1:])))
+    packed = dict(cu_seq_lens_q=torch.tensor(cuts, dtype=torch.int32), position_ids=position_ids)
     results = []
     for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)):
         own = {name: x.to(device) for name, x in dict(packed, input_ids=ids, labels=ids).items()}
@@ -394,12 +394,12 @@ def test_generation_on_a_gpu_is_that_without_a_cache(kind: type) -> None:
     model = sparse(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128)).bfloat16().cuda()
     batch = {name: x.cuda() for name, x in padded(tokens(2, 400), (0, 133)).items()}
     cache = kind(config=model.config)
-    mask, places = batch["attention_mask"], positions(batch["attention_mask"])
+    mask, position_ids = batch["attention_mask"], positions(batch["attention_mask"])
     with torch.no_grad():
-        whole = model(**batch, position_ids=places, use_cache=False).logits
+        whole = model(**batch, position_ids=position_ids, use_cache=False).logits
         steps = []
         for begin, end in ((0, 300), (300, 301), (301, 302), (302, 400)):
-            given = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end]) | {CACHE: cache}
+            given = dict(attention_mask=mask[:, :end], position_ids=position_ids[:, begin:end]) | {CACHE: cache}
             steps.append(model(batch["input_ids"][:, begin:end], **given).logits)
     real = mask.bool()
     error = (torch.cat(steps, dim=1)[real] - whole[real]).float().norm()
@@ -420,13 +420,13 @@ def test_steps_on_a_static_cache_replay_a_graph(graphs: dict[str, int], compress
     model = model.bfloat16().cuda()
     batch = {name: x.cuda() for name, x in padded(tokens(2, 400), (0, 133)).items()}
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    places, cache = positions(mask), NSAModelCache(model.config, 410, static=True)
+    position_ids, cache = positions(mask), NSAModelCache(model.config, 410, static=True)
     with torch.no_grad():
-        whole = model(**batch, position_ids=places, use_cache=False).logits
-        given = dict(attention_mask=mask[:, :330], position_ids=places[:, :330])
+        whole = model(**batch, position_ids=position_ids, use_cache=False).logits
+        given = dict(attention_mask=mask[:, :330], position_ids=position_ids[:, :330])
         steps, step = [model(ids[:, :330], **{CACHE: cache}, **given).logits], model.get_compiled_call(None)
         for at in range(330, 400):
-            new = dict(input_ids=ids[:, at : at + 1].clone(), position_ids=places[:, at : at + 1].clone())
+            new = dict(input_ids=ids[:, at : at + 1].clone(), position_ids=position_ids[:, at : at + 1].clone())
             steps.append(step(**new, **{CACHE: cache}).logits.clone())
     assert [layer.get_seq_length() for layer in cache.layers] == [400, 400]
     assert cache.layers[1].cache.lengths == (400, 267)

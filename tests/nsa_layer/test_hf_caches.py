@@ -34,14 +34,14 @@ def test_a_row_that_ended_early_goes_on_behind_its_padding(kind: str, compressio
     mask[0, :6] = mask[2, 60:] = 0  # padding on the left, on the right
     mask[1, 22:30] = mask[2, 29:30] = 0  # ended a turn of 30 tokens at 22, at 29
     mask[0, 36:41] = 0  # ended at 36 of the next turn, to 41
-    static, places = kind == "static", positions(mask)
+    static, position_ids = kind == "static", positions(mask)
     cache = DynamicCache() if kind == "dynamic" else NSAModelCache(model.config, 70 if static else 9, static=static)
     for begin, end, told in ((0, 29, 0), (29, 30, 0), (30, 31, 30), (31, 36, 30), (36, 41, 30), (41, 70, 41)):
         seen = torch.ones(3, end, dtype=torch.long)  # of the tokens of a turn, until the next one, all
         seen[:, :told], seen[0, :6] = mask[:, :told], 0
         if end == 70:
             seen = mask
-        given = dict(attention_mask=seen, position_ids=places[:, begin:end])
+        given = dict(attention_mask=seen, position_ids=position_ids[:, begin:end])
         step = model(ids[:, begin:end], **given, **{CACHE: cache}).logits
         for row, real in enumerate(mask[:, :end].bool()):
             alone = model(ids[row : row + 1, :end][:, real], use_cache=False).logits[0]

@@ -53,7 +53,7 @@ def pairs(D: int, size: int) -> list[int]:
     return [i + half for half in (0, D // 2) for i in range(D // 2 - size // 2, D // 2)]
 
 
-def index_by_definition(made: NSAttention, x: Tensor, places: Tensor) -> dict[str, Tensor]:
+def index_by_definition(made: NSAttention, x: Tensor, positions: Tensor) -> dict[str, Tensor]:
     """The index' arguments of `nsa`, for x [total, dim]."""
     found = {}
     for name in ("q_index", "k_index"):
@@ -61,7 +61,7 @@ def index_by_definition(made: NSAttention, x: Tensor, places: Tensor) -> dict[st
         if made.rope is not None:
             at, wide = pairs(8, made.index_dim), x.new_zeros(len(x), 2, 8)
             wide[..., at] = x_index
-            x_index = made.rope(wide, wide, places)[0][..., at]
+            x_index = made.rope(wide, wide, positions)[0][..., at]
         found[name] = x_index
     return found
 

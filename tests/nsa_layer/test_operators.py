@@ -192,8 +192,8 @@ def test_rows_of_packed_calls_on_the_kernels_are_counted_when_they_run() -> None
                 OPS.attend(*few.tensors, **static)
         tensors, static = on_kernels("packed tiles, own keys")
         more = tensors.map(lambda x: torch.cat([x, x.new_full((2, *x.shape[1:]), 9)]), compressed)
-        room = torch.autograd.grad(OPS.attend(*more.tensors, **static)[0].sum(), (more.k_cmp, more.v_cmp))
-    assert all(d.shape == x.shape and not d[-2:].any() for d, x in zip(room, (more.k_cmp, more.v_cmp)))
+        padding = torch.autograd.grad(OPS.attend(*more.tensors, **static)[0].sum(), (more.k_cmp, more.v_cmp))
+    assert all(d.shape == x.shape and not d[-2:].any() for d, x in zip(padding, (more.k_cmp, more.v_cmp)))
 
 
 def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, dispatched: bool, mo
 @pytest.mark.parametrize("q_tile", [1, 128])
 @pytest.mark.parametrize("packed", [False, True])
 def test_aux_is_that_of_a_call_that_is_not_seen(q_tile: int, packed: bool) -> None:
-    """A call on the kernels outside of graphs: its lists have no room for other lengths."""
+    """A call on the kernels outside of graphs: its lists have no capacity for other lengths."""
     case = {(1, False): TOKENS, (1, True): PACK, (128, False): TILES, (128, True): PACK_OF_TILES}[q_tile, packed]
     inputs = make_inputs(case)
     call = partial(nsa, inputs.q, inputs.k, inputs.v, cu_seqlens=inputs.cu_seqlens, config=case.config)

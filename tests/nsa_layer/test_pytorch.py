@@ -179,7 +179,7 @@ def test_results_beside_the_output_compile(place: Place) -> None:
     call = partial(nsa, config=place.config, return_aux=True)
     (got, aux), (want, wanted) = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), call(q, k, v)
     assert_near([got, aux.gates, aux.lse_slc], [want, wanted.gates, wanted.lse_slc])
-    width = wanted.block_indices.shape[-1]  # in a graph there is room for any length
+    width = wanted.block_indices.shape[-1]  # in a graph there is capacity for any length
     assert torch.equal(aux.block_indices[..., :width], wanted.block_indices)
     assert (aux.block_indices[..., width:] == -1).all()
 

@@ -1,1 +1,1 @@
-"""The dk and dv pass of SM90 backward where every token has a list of its own."""
+"""The dk and dv pass of backward over lists of single tokens; on SM90, and on SM100 by mma.sync."""

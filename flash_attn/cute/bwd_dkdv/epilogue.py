@@ -1,8 +1,8 @@
-"""Epilogue of dk and dv of 64 keys: rounded to memory, or stored as a partial sum; the kernel that adds partial sums.
+"""Epilogue of a work tile: round dk and dv to memory, or store a partial sum; and the kernel that adds partial sums.
 
-Both kernels keep a tile in wgmma's registers: of every 8 columns a thread holds 2 in 2 rows. A partial sum keeps their
-order, by 8 columns, then by thread, then by register, and is read and written 16 bytes at a time. In rounded rows the
-threads of a quad exchange pairs of columns to do the same.
+Accumulators have wgmma's register layout: of every 8 columns a thread holds 2 in 2 rows. A partial sum is stored in
+that layout, by 8 columns, then by thread, then by register, with 16-byte accesses. For 16-byte accesses to rounded
+rows the threads of a quad exchange pairs of columns.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,14 @@ from flash_attn.cute import utils
 from flash_attn.cute.bwd_dkdv.spec import THREADS, DkdvSpec
 from flash_attn.cute.bwd_dkdv.work_tiles import WorkTiles
 from flash_attn.cute.bwd_dq.epilogue import exchanged
+from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD
 from flash_attn.cute.lists.tiling import ROWS
-
-ROWS_OF_THREAD = 2
 
 
 def partial_sum(partials: cute.Tensor, index: Int32, which: int, thread: Int32, dims: tuple[int, int]) -> cute.Tensor:
-    """A thread's registers of one partial sum of dk (0) or dv (1), of these head dimensions: [4, columns / 8].
+    """A thread's values of partial sum `index` of dk (0) or dv (1): [4, columns / 8].
 
-    partials: fp32, one after the other.
+    partials: fp32, all partial sums in a row. dims: (D, Dv).
     """
     begin = partials.iterator + (Int64(index) * (ROWS * sum(dims)) + (which * ROWS * dims[0] + thread * 4))
     return cute.make_tensor(begin.align(16), cute.make_layout((4, dims[which] // 8), stride=(1, 4 * THREADS)))
@@ -32,27 +31,27 @@ def partial_sum(partials: cute.Tensor, index: Int32, which: int, thread: Int32, 
 
 @dataclass(frozen=True)
 class KeyRows:
-    """64 rows of dk or dv, to a warpgroup."""
+    """64 rows of dk or dv, written by one warpgroup."""
 
     out: cute.Tensor  # [S, D], of a sequence and head
     first: Int32  # the first of the rows
-    end: Int32  # rows from here on are not there
+    end: Int32  # exclusive end of the rows that are written
     thread: Int32  # of the warpgroup
-    add: cutlass.Constexpr[bool]  # what is held is added before rounding
+    add: cutlass.Constexpr[bool]  # the old values of `out` are added before rounding
 
     def row(self, r: int) -> Int32:
-        """The thread's r-th row."""
+        """Index in `out` of the thread's r-th row."""
         return self.first + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
 
     def _vector(self, r: int, fours: int | Int32) -> cute.Tensor:
-        """The thread's 8 columns of 32 in its r-th row."""
+        """The thread's 8 of columns 32 * fours .. 32 * fours + 31 in its r-th row."""
         return cute.local_tile(self.out[self.row(r), None], (8,), (4 * fours + self.thread % 4,))
 
     @cute.jit
     def write(self, acc: cute.Tensor, scale: Float32, begin: int | Int32 = 0):
-        """Round ``scale * acc``; of its columns the first is the 32 * begin-th."""
+        """Write ``scale * acc``, rounded, to the columns from 32 * begin on."""
         lane, dtype = self.thread % 4, self.out.element_type
-        count = cute.size(acc) // 16  # of 32 columns
+        count = cute.size(acc) // 16  # chunks of 32 columns
         acc.store(acc.load() * scale)
         if const_expr(self.add):
             values = cute.make_tensor(acc.iterator, cute.make_layout((2, ROWS_OF_THREAD, 4 * count)))
@@ -80,7 +79,7 @@ class KeyRows:
                     cute.autovec_copy(vector, self._vector(r, begin + fours))
 
     def _pairs(self, fragment: cute.Tensor) -> cute.Tensor:
-        """Registers of two neighbouring columns: [2 rows, columns / 8]."""
+        """32-bit registers, each two neighbouring columns: [2 rows, columns / 8]."""
         words = cute.recast_tensor(fragment, Int32)
         return cute.make_tensor(words.iterator, cute.make_layout((ROWS_OF_THREAD, cute.size(words) // 2)))
 
@@ -89,13 +88,13 @@ class KeyRows:
 def add_partial_sums(
     outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],  # dk, dv, partial sums
     softmax_scale: Float32,
-    pairs: tuple[cute.Tensor, ...],  # these two are what an `ItemList` is made of
+    pairs: tuple[cute.Tensor, ...],  # pairs, lengths: arguments of `WorkTiles.create`
     lengths: tuple[Int32, Int32, Optional[cute.Tensor], Optional[cute.Tensor]],
     spec: cutlass.Constexpr[DkdvSpec],
 ):
-    """Adds the partial sums of each row that has several work tiles, in their order.
+    """Add the partial sums of each row with several work tiles, in a fixed order: that of the work tiles.
 
-    A CTA has 32 columns of 64 keys, its first warpgroup dk, its second dv.
+    A CTA has 32 columns of 64 keys: its first warpgroup adds dk, its second dv.
     """
     work_tiles = WorkTiles.create(pairs, lengths, spec)
     index, columns, _ = cute.arch.block_idx()
@@ -105,7 +104,7 @@ def add_partial_sums(
         tidx, _, _ = cute.arch.thread_idx()
         which = cute.arch.make_warp_uniform(tidx // THREADS)
         thread = tidx % THREADS
-        batch, head, first_key = work_tiles.place(row, part)
+        batch, head, first_key = work_tiles.coordinates(row, part)
         seqlen = work_tiles.lengths(batch)
         acc = cute.make_rmem_tensor((4, 4), Float32)
         acc.fill(0.0)

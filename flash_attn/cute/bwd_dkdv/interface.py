@@ -1,14 +1,13 @@
 """dk and dv of attention where every token has its own list of key blocks, on SM90 and SM100: deterministic.
 
-A warpgroup keeps 64 keys of one key/value head and gathers the q and do of the tokens that list them, all heads of the
-group (at large head dimensions two warpgroups share 64 keys, and make dk and dv): nothing is computed that no token
-asked for,
+Key-stationary: a warpgroup has 64 keys of one key/value head and gathers q and do of the tokens that list them, for all
+heads of the group (at large head dimensions two warpgroups share 64 keys, one for dk, one for dv),
 
     S^T = k q^T,  P^T = exp2(S^T * scale * log2(e) - lse_log2),  dP^T = v do^T,  dS^T = P^T * (dP^T - dpsum),
     dv += P^T do,  dk += dS^T q.
 
 That is 4 of backward's 5 matmuls; dq is left to another kernel. Blocks that many tokens list are split into work tiles
-with fp32 partial sums, which a second kernel adds up in a fixed order. `kernel` has both.
+with fp32 partial sums, which a second kernel adds in a fixed order. Both kernels are in `kernel`.
 """
 
 import math
@@ -56,18 +55,18 @@ def backward_dkdv(
 
     Args:
         q, dout: [B, T, Hq, D] and Dv, or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D] and Dv, or packed.
-        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; read where there are queries.
-        pairs: the tokens of each block, and how they are dealt out.
+        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; read up to the last query.
+        pairs: the tokens of each key block, in work tiles.
         dk, dv: like k and v; contiguous in their last dimension.
         softmax_scale: 1 / sqrt(D) unless given.
-        causal: a token sees the keys up to its own position among them.
-        add: what dk and dv hold is added before rounding, as `shared_backward.convert` does.
+        causal: a token sees the keys up to its own position.
+        add: the old values of dk and dv are added before rounding, as in `shared_backward.convert`.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], both or neither.
         q_offset: int32 [sequences]: position of each sequence's first query among its keys; 0 unless given.
         start: `AccumLayout.start` of dpsum and lse_log2.
 
     Raises:
-        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
+        NotImplementedError: no kernel for the architecture, dtype, head dimensions or block size.
     """
     reason = unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], pairs.block_size)
     if reason is not None:

@@ -1,13 +1,12 @@
-"""The kernel of `bwd_dkdv/interface`: two warpgroups that multiply, each for work tiles of its own, and their
-loaders.
+"""The kernel of `bwd_dkdv/interface`: two consumer warpgroups, each with work tiles and two load warps of its own.
 
-    a load warp   for its warpgroup: k of a work tile, q of its tokens, a box of the group's heads at a time
-    another one   v and do; lse_log2, dpsum and position of the same rows
-    warpgroups    S^T = k q^T and dP^T = v do^T; P and dS stay in registers as first operands of dv and dk
+    q load warp     k of a work tile, and q of its tokens, a TMA box of the group's heads at a time
+    do load warp    v and do; lse_log2, dpsum and position of the same rows
+    warpgroups      S^T = k q^T and dP^T = v do^T; P and dS stay in registers as A operands of dv and dk
 
-A row of a tile of 64 is a (token, head) pair. The products of one warpgroup go on while the other does arithmetic, or
-ends a work tile and begins the next: they share nothing, and drift apart by themselves. At large head dimensions they
-share work tiles and loaders (`DkdvSpec.split`).
+A row of a tile of 64 is a (token, head) pair. One warpgroup's products overlap the other's arithmetic, prologue and
+epilogue: the two share nothing and need no barrier. At large head dimensions they share work tiles and load warps
+(`DkdvSpec.split`).
 """
 
 import math
@@ -25,22 +24,23 @@ from quack import layout_utils, sm90_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
-from flash_attn.cute.bwd_dkdv.epilogue import ROWS_OF_THREAD, KeyRows, add_partial_sums, partial_sum
+from flash_attn.cute.bwd_dkdv.epilogue import KeyRows, add_partial_sums, partial_sum
 from flash_attn.cute.bwd_dkdv.loads import SUMS, WARP, Loader
 from flash_attn.cute.bwd_dkdv.spec import THREADS, WARPGROUPS, DkdvSpec
 from flash_attn.cute.bwd_dkdv.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import TmaTensor, tma_pipelines
+from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD
 from flash_attn.cute.lists.tiling import ROWS, box_columns
 from flash_attn.cute.mma.host import DTYPES
 from flash_attn.cute.mma.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.own_device import target_sm_count
 
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # together as many as at the launch, 3 * 168
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # 2 * 232 + 40 = 3 * 168, the registers at launch
 
 
 class FlashAttentionBackwardDkdvSm90:
-    """The kernel for one `DkdvSpec`."""
+    """The kernel compiled for a `DkdvSpec`."""
 
     def __init__(self, spec: DkdvSpec) -> None:
         self.spec = spec
@@ -58,8 +58,8 @@ class FlashAttentionBackwardDkdvSm90:
         mDK: cute.Tensor,  # like k and v
         mDV: cute.Tensor,
         mTokens: cute.Tensor,  # these three as in `KeyPairs`
-        mItems: cute.Tensor,
-        mRowItems: cute.Tensor,
+        mWorkTiles: cute.Tensor,
+        mRowTiles: cute.Tensor,
         mCounter: cute.Tensor,  # int32 [1], 0
         mPartials: cute.Tensor,  # fp32 [partial sums * parts * 64 * (D + Dv)]
         softmax_scale: Float32,
@@ -86,8 +86,8 @@ class FlashAttentionBackwardDkdvSm90:
         ]
 
         batch = mK.shape[3] if const_expr(not spec.packed) else Int32(1)
-        grid = cutlass.min(cute.ceil_div(mItems.shape[0] * spec.parts, spec.teams), target_sm_count())
-        pairs = (mItems, mTokens, mRowItems, mCuBlocks, mK.shape[2], batch)
+        grid = cutlass.min(cute.ceil_div(mWorkTiles.shape[0] * spec.parts, spec.teams), target_sm_count())
+        pairs = (mWorkTiles, mTokens, mRowTiles, mCuBlocks, mK.shape[2], batch)
         lengths = (mQ.shape[2], mK.shape[0], mCuSeqlensQ, mCuSeqlensK)
         self.kernel(
             (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum, mQOffset), (mDK, mDV, mPartials),
@@ -97,13 +97,13 @@ class FlashAttentionBackwardDkdvSm90:
             grid=[grid, 1, 1], block=[(WARPGROUPS + 1) * THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )  # fmt: skip
         add_partial_sums((mDK, mDV, mPartials), softmax_scale, pairs, lengths, spec).launch(
-            grid=[(mRowItems.shape[0] - 1) * spec.parts, max(spec.dims) // 32, 1],
+            grid=[(mRowTiles.shape[0] - 1) * spec.parts, max(spec.dims) // 32, 1],
             block=[2 * THREADS, 1, 1],
             stream=stream,
         )
 
     def tma_of_rows(self, load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, swizzle: cute.Swizzle) -> TmaTensor:
-        """For q or do, [Hq, D, T, B]: the heads of a token, a box of columns at a time."""
+        """TMA atom for q or do, [Hq, D, T, B]: a box is `DkdvSpec.heads` heads of a token by `box_columns` columns."""
         box = (self.spec.heads, box_columns(self.spec.columns(mX.shape[1])))
         swizzled = cute.make_composed_layout(swizzle, 0, cute.make_layout(box, stride=(box[1], 1)))
         return cpasync.make_tiled_tma_atom(load, mX, swizzled, box)
@@ -115,7 +115,7 @@ class FlashAttentionBackwardDkdvSm90:
         sums: tuple[cute.Tensor, cute.Tensor, Optional[cute.Tensor]],  # lse_log2, dpsum, q_offset
         outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],  # dk, dv, partial sums
         scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
-        pairs: tuple[cute.Tensor, ...],  # what `ItemList` is made of, but for the lengths
+        pairs: tuple[cute.Tensor, ...],  # pairs, lengths: arguments of `WorkTiles.create`
         lengths: tuple[Int32, Int32, Optional[cute.Tensor], Optional[cute.Tensor]],
         counter: cute.Tensor,
         layouts: tuple[cute.ComposedLayout, ...],  # of q, do, k and v in shared memory
@@ -138,7 +138,7 @@ class FlashAttentionBackwardDkdvSm90:
         row_sums = smem.allocate_tensor(Float32, cute.make_layout((ROWS, SUMS, tiles)), byte_alignment=16)
         drawn = smem.allocate_tensor(Int32, cute.make_layout(DRAWS * spec.teams), byte_alignment=4)
         loaders = 2 * spec.teams
-        warps = THREADS // WARP * (WARPGROUPS // spec.teams)  # that read a work tile
+        warps = THREADS // WARP * (WARPGROUPS // spec.teams)  # consumer warps per work tile
         row_bytes = [dim * self.dtype.width // 8 for dim in 2 * spec.tile_dims]
         group_of = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
         loaded = (spec.slots * spec.heads, spec.slots * spec.heads, spec.keys, spec.keys)  # rows of a stage
@@ -215,7 +215,7 @@ class FlashAttentionBackwardDkdvSm90:
         scheduler: Scheduler,
         thread: Int32,
     ):
-        """A warpgroup: its work tiles."""
+        """A warpgroup that computes dk and dv of its own work tiles."""
         spec, group = self.spec, scheduler.group
         sQ, sdO, sK, sV = staged
         pipeline_q, pipeline_do, pipeline_k, pipeline_v, pipeline_sums = pipelines
@@ -230,8 +230,8 @@ class FlashAttentionBackwardDkdvSm90:
         draw = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
         state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
         phase = Int32(0)  # of k and v
-        # Not the compiler's constant 0: it would share that one's register with the flags that make scores start anew,
-        # lose sight of those, and keep old scores in registers.
+        # Not a constant 0: the compiler would keep it in one register with wgmma's zero-init flags, lose track of their
+        # values, and keep old scores in registers.
         zero = scales[0] * 0.0
         index = scheduler.first()
         while index < work_tiles.count():
@@ -270,7 +270,7 @@ class FlashAttentionBackwardDkdvSm90:
                 for each in (pipeline_q, pipeline_do, pipeline_sums):
                     each.consumer_release_w_index(slot)
                 state.advance()
-            # Asked for anew, as registers are scarce before.
+            # Read again instead of kept: registers are scarce in the loop.
             work_tile = work_tiles.work_tile(index)
             self.write(work_tile, outputs, 0, acc_dK, scales[0], thread)
             self.write(work_tile, outputs, 1, acc_dV, Float32(1.0), thread)
@@ -290,7 +290,7 @@ class FlashAttentionBackwardDkdvSm90:
         scheduler: Scheduler,
         thread: Int32,
     ):
-        """A warpgroup that makes dk (0) or dv (1) of all work tiles of its CTA."""
+        """A warpgroup that computes dk (0) or dv (1) of all work tiles of its CTA."""
         spec = self.spec
         sQ, sdO, sK, sV = staged
         pipeline_q, pipeline_do, pipeline_k, pipeline_v, pipeline_sums = pipelines
@@ -355,7 +355,7 @@ class FlashAttentionBackwardDkdvSm90:
         scale_log2: Float32,
         operand: cute.Tensor,
     ):
-        """From S in flight, and dP if that is given, to P or dS."""
+        """From S in flight to P, or with dP in flight too, to dS; in `operand`."""
         wait(self.spec.use_mma_sync, 0 if dP_of is None else 1)
         pipeline_sums.consumer_wait_w_index_phase(slot, sums_phase)
         self.weigh(acc_S, row_sums, slot, first_key, thread, scale_log2)
@@ -366,7 +366,7 @@ class FlashAttentionBackwardDkdvSm90:
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), operand)
 
     def started(self, product: Optional[Callable], slot: Int32) -> Optional[Callable[[], cute.Tensor]]:
-        """A product in flight, or one that is made when it is asked for: until then it takes no registers."""
+        """A function that returns the product: wgmma is issued now, mma.sync only when called, to spare registers."""
         if product is None:
             return None
         if self.spec.use_mma_sync:
@@ -390,7 +390,7 @@ class FlashAttentionBackwardDkdvSm90:
         tdKrdS: cute.Tensor,
         add_dv: Callable,
     ):
-        """From the products in flight, S and then dP, to P, whose product with do then is, and to dS."""
+        """From S and dP in flight to P, whose product with do is issued, and to dS in `tdKrdS`."""
         wait(self.spec.use_mma_sync, 1)
         pipeline_sums.consumer_wait_w_index_phase(slot, sums_phase)
         self.weigh(acc_S, row_sums, slot, first_key, thread, scale_log2)
@@ -412,7 +412,7 @@ class FlashAttentionBackwardDkdvSm90:
         thread: Int32,
         scale_log2: Float32,
     ):
-        """P in place of S."""
+        """Overwrite S with P."""
         S = layout_utils.reshape_acc_to_mn(acc_S)
         lane = thread % WARP
         pair = partial(self.pair_of_columns, row_sums, slot, lane % 4)
@@ -434,7 +434,7 @@ class FlashAttentionBackwardDkdvSm90:
 
     @cute.jit
     def subtract(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, row_sums: cute.Tensor, slot: Int32, thread: Int32):
-        """dS in place of P."""
+        """Overwrite P with dS."""
         S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
         pair = partial(self.pair_of_columns, row_sums, slot, thread % 4)
         for i in cutlass.range_constexpr(ROWS // 8):
@@ -444,7 +444,7 @@ class FlashAttentionBackwardDkdvSm90:
                     S[r, 2 * i + e] = S[r, 2 * i + e] * (dP[r, 2 * i + e] - dpsum[e])
 
     def pair_of_columns(self, row_sums: cute.Tensor, slot: Int32, quad: Int32, which: int, i: int) -> cute.Tensor:
-        """One of the row sums, of the thread's two columns of S^T of the i-th 8."""
+        """Row sum `which` for the thread's two of the i-th 8 columns of S^T."""
         found = cute.make_rmem_tensor((2,), Float32)
         cute.autovec_copy(cute.local_tile(row_sums[None, which, slot], (2,), (4 * i + quad,)), found)
         return found
@@ -459,7 +459,7 @@ class FlashAttentionBackwardDkdvSm90:
         scale: Float32,
         thread: Int32,
     ):
-        """Write dk (0) or dv (1) of a work tile."""
+        """Write dk (0) or dv (1) of a work tile, or its partial sum."""
         spec = self.spec
         registers = cute.make_tensor(acc.iterator, cute.make_layout((4, spec.dims[which] // 8)))
         if work_tile.partial < 0:

@@ -1,7 +1,8 @@
-"""The two warps that load for a warpgroup of `bwd_dkdv/kernel`: tiles by TMA, and their row sums.
+"""The two load warps of a warpgroup of `bwd_dkdv/kernel`: tiles by TMA, and their row sums.
 
-The heads of a token are neighbours in memory, and the swizzle of shared memory goes by address, so a box of them lands
-at any row of a tile. Rows without a pair hold another pair's q and do, or zeros, and an lse_log2 of +inf: P = dS = 0.
+The heads of a token are contiguous in memory, and the shared-memory swizzle is a function of the address, so a box of
+heads may start at any row of a tile. Rows without a pair hold another pair's q and do, or zeros, with lse_log2 = +inf:
+P = dS = 0.
 """
 
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from flash_attn.cute.fwd_sm90.loads import TmaTensor
 from flash_attn.cute.lists.tiling import ROWS, box_columns
 
 WARP = cute.arch.WARP_SIZE
-SUMS = 3  # values of a row beside q and do: lse_log2, dpsum, position
+SUMS = 3  # values per row beside q and do: lse_log2, dpsum, position
 
 
 @dataclass(frozen=True)
 class Loader:
-    """The loads of one warpgroup, of all its work tiles."""
+    """A load warp of one warpgroup."""
 
     spec: cutlass.Constexpr[DkdvSpec]
     work_tiles: WorkTiles
@@ -44,7 +45,7 @@ class Loader:
         staged_sums: Optional[cute.Tensor],
         sum_stages: Optional[pipeline_custom.PipelineAsync],
     ):
-        """A warp: q and k, and draws the work tiles; or do, v and, as they are given, the row sums."""
+        """Without `sums`: load q and k, and draw the work tiles. With them: load do, v and the row sums."""
         spec, work_tiles, group = self.spec, self.work_tiles, self.scheduler.group
         draws = const_expr(sums is None)
         draw = pipeline.make_pipeline_state(PipelineUserType.Producer if draws else PipelineUserType.Consumer, DRAWS)
@@ -87,14 +88,14 @@ class Loader:
             draw.advance()
 
     def box_loader(self, tma: TmaTensor, memory: cute.Pointer) -> Callable[..., None]:
-        """For q or do, [Hq, D, T, B] (packed [Hq, D, total]): the heads of a token go into a slot of a tile."""
+        """A function that loads a box of heads of q or do, [Hq, D, T, B] (packed [Hq, D, total]), into a slot."""
         spec = self.spec
         atom, mX = tma
         dim = spec.columns(mX.shape[1])
         width = box_columns(dim)
         columns = dim // width
         box = (spec.heads, width)
-        # By address: TMA puts the swizzle on it.
+        # Unswizzled addresses: TMA applies the swizzle.
         boxes = cute.make_layout(
             (box, spec.slots, columns, spec.teams * spec.stages),
             stride=((width, 1), spec.heads * width, ROWS * width, ROWS * dim),
@@ -104,13 +105,13 @@ class Loader:
 
         def load(head: Int32, token: Int32, batch: Int32, slot: Int32, stage: Int32, barrier: cute.Pointer) -> None:
             for c in range(columns):
-                place = (None, head, c, token) if spec.packed else (None, head, c, token, batch)
-                cute.copy(atom, gX[place], sX[None, slot, c, stage], tma_bar_ptr=barrier)
+                box_index = (None, head, c, token) if spec.packed else (None, head, c, token, batch)
+                cute.copy(atom, gX[box_index], sX[None, slot, c, stage], tma_bar_ptr=barrier)
 
         return load
 
     def tokens(self, work_tile: WorkTile, tile: Int32) -> list[tuple[Int32, Int32]]:
-        """The loads of a tile, one to a lane, and as many times as that takes."""
+        """(token, part) of a tile's loads, one per lane, in chunks of 32."""
         first = tile * self.spec.slots + cute.arch.lane_idx()
         return [self.work_tiles.token(work_tile, first + chunk) for chunk in range(0, self.spec.slots, WARP)]
 
@@ -122,7 +123,7 @@ class Loader:
         work_tile: WorkTile,
         phase: Int32,
     ) -> None:
-        """A work tile's k or v, [S, D, Hkv, B] (packed [total, D, Hkv]), into the first rows of a tile."""
+        """Load a work tile's k or v, [S, D, Hkv, B] (packed [total, D, Hkv]), into the first rows of a tile."""
         atom, mX = tma
         group, box = self.scheduler.group, self.spec.key_box(mX.shape[1])
         gX = work_tile.seqlen.offset_batch_K(mX, work_tile.batch, dim=3)[None, None, work_tile.head]
@@ -142,7 +143,7 @@ class Loader:
         sums: tuple[cute.Tensor, cute.Tensor, Optional[cute.Tensor]],
         found: cute.Tensor,
     ):
-        """Read lse_log2, dpsum and positions of the lane's rows."""
+        """Read lse_log2, dpsum and positions of the lane's rows into `found`: [3, 64 / 32]."""
         spec = self.spec
         positions = cute.recast_tensor(found, Int32)
         for i in cutlass.range_constexpr(ROWS // WARP):

@@ -1,4 +1,4 @@
-"""Options of the dk and dv pass's kernels, the pairs that they loop over, and the calls that it can do."""
+"""Compile-time options of the dk and dv pass's kernels, the pairs they loop over, and the calls they support."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
@@ -6,34 +6,32 @@ from typing import NamedTuple, Optional
 import torch
 
 from flash_attn.cute.lists.tiling import ROWS, TOKEN_DIMS, box_columns
-from flash_attn.cute.mma.host import DTYPES
+from flash_attn.cute.mma.host import DTYPES, MOST_STAGES, SHARED_MEMORY
 
-WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
-SHARED_MEMORY = 224 * 1024  # bytes for tiles
-MOST_STAGES = 4
-MOST_SUMS = 256  # columns of dk and dv in the registers of a warpgroup
+WARPGROUPS, THREADS = 2, 128  # consumer warpgroups, and threads of each
+MOST_SUMS = 256  # accumulator columns, of dk and dv together, that a warpgroup's registers hold
 SMALL_BLOCKS = (16, 32)
 
 Tensor = torch.Tensor
 
 
 class KeyPairs(NamedTuple):
-    """The (token, key block) pairs of lists by token, by block, and how they are dealt out.
+    """The transpose of tokens' block lists (CSR): the tokens of each key block, cut into work tiles.
 
     A row is a block of keys of a key/value head: row (b * Hkv + h) * N + block of sequence b, which has N blocks; where
-    sequences are packed, row h * N + cu_blocks[b] + block, N blocks in all, or more. A row's pairs are one work tile,
-    also where it has none, or several where they are many, which add up through partial sums.
+    sequences are packed, row h * N + cu_blocks[b] + block, N blocks in all, or more. A row has one work tile, even if
+    it lists no token, or several with a partial sum each, where it lists many.
 
     Attributes:
-        work_tiles: in the order of rows: row, first pair, the one after the last, and the number of the
-            partial sum, or -1 where it is the row's only work tile.
+        work_tiles: in the order of rows: row, first pair, end of its pairs, and index of its partial sum, -1 where it
+            is the row's only work tile.
         by_head: query heads have lists of their own: `tokens` holds position * G + head of the group of G.
     """
 
-    tokens: Tensor  # int32 [pairs], or longer: positions in their sequence, ascending
+    tokens: Tensor  # int32 [at least pairs]: positions in their sequence, ascending in a row
     work_tiles: Tensor  # int32 [bound, 4]
     row_tiles: Tensor  # int32 [rows + 1], work tiles before each row
-    partials: int  # bound of the number of partial sums
+    partials: int  # upper bound of the number of partial sums
     block_size: int = ROWS  # keys of a block, a multiple of 64, or 16 or 32
     cu_blocks: Optional[Tensor] = None  # int32 [sequences + 1], blocks before each packed sequence
     by_head: bool = False
@@ -51,79 +49,79 @@ class DkdvSpec:
     causal: bool  # whether a token sees keys up to its own position only
     offset: bool  # whether positions of first queries are given
     packed: bool  # whether sequences are packed
-    add: bool  # whether what dk and dv hold is added before rounding
-    start: int  # rows that sequences of dpsum and lse_log2 start at multiples of
-    use_mma_sync: bool  # how products are made (`mma.product`)
-    by_head: bool  # whether a pair has a row of one head, not of all of a group
+    add: bool  # whether old values of dk and dv are added before rounding
+    start: int  # sequences of dpsum and lse_log2 start at multiples of this many rows
+    use_mma_sync: bool  # instead of wgmma (`mma.product`)
+    by_head: bool  # whether a pair is of one query head, not of all of a group
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Of q and k, and of do and v."""
+        """(D, Dv): head dimensions of q and k, and of do and v."""
         return self.head_dim, self.head_dim_v
 
     def columns(self, dim: int) -> int:
-        """Columns of a tile in shared memory, of rows of so many: with zeros behind where the heads of a token, which
-        are loaded there together, would not begin at multiples of 128 bytes."""
+        """Columns of a shared-memory tile of rows of `dim` columns: padded with zeros to a multiple of 64 for an odd
+        number of `heads`, whose rows in one TMA box would otherwise not begin at multiples of 128 bytes."""
         return -(-dim // 64) * 64 if self.heads % 2 else dim
 
     @property
     def tile_dims(self) -> tuple[int, int]:
-        """`columns` of q and k, and of do and v."""
+        """`columns` of (D, Dv)."""
         return self.columns(self.head_dim), self.columns(self.head_dim_v)
 
     @property
     def split(self) -> bool:
-        """True if the warpgroups share work tiles: the first makes dk, the second dv, both with scores of their own."""
+        """True if the warpgroups share work tiles: the first computes dk, the second dv, each its own scores."""
         return sum(self.tile_dims) > MOST_SUMS
 
     @property
     def teams(self) -> int:
-        """Work tiles that a CTA has at a time."""
+        """Work tiles in flight per CTA."""
         return 1 if self.split else WARPGROUPS
 
     @property
     def parts(self) -> int:
-        """Tiles of 64 keys in a block; of a smaller one the tile has more keys than are wanted."""
+        """Tiles of 64 keys per block; a smaller block is one tile, of which only `keys` are used."""
         return -(-self.block_size // ROWS)
 
     @property
     def keys(self) -> int:
-        """Keys of a tile that are wanted."""
+        """Keys of a tile that belong to its block."""
         return min(self.block_size, ROWS)
 
     @property
     def heads(self) -> int:
-        """Query heads of a token that are loaded at a time."""
+        """Query heads of a token in one load: the largest divisor of the group up to 64."""
         return 1 if self.by_head else next(n for n in range(min(self.group, ROWS), 0, -1) if self.group % n == 0)
 
     @property
     def slices(self) -> int:
-        """Loads that a token's heads take, those of a pair with all of them."""
+        """Loads for all query heads of a token's group."""
         return self.group // self.heads
 
     @property
     def loads(self) -> int:
-        """Loads of a pair."""
+        """Loads per (token, block) pair."""
         return 1 if self.by_head else self.slices
 
     @property
     def slots(self) -> int:
-        """Loads that fill a tile of 64 rows, or all but a few of them."""
+        """Loads per tile of 64 rows; the last 64 % heads rows stay empty."""
         return ROWS // self.heads
 
     @property
     def stages(self) -> int:
-        """Tiles of q and do in shared memory, of each work tile, beside k and v."""
+        """Pipeline stages of q and do per work tile, beside its k and v."""
         tile = 2 * self.teams * ROWS * sum(self.tile_dims)
         return min(MOST_STAGES, SHARED_MEMORY // tile - 1)
 
     def key_box(self, dim: int) -> tuple[int, int]:
-        """Keys and head dimensions of k or v, of so many, that are loaded at a time."""
+        """(keys, columns) of the TMA box for k or v of `dim` columns."""
         return self.keys, self.columns(dim) if self.keys == ROWS else box_columns(self.columns(dim))
 
 
 def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: int) -> Optional[str]:
-    """Why `backward_dkdv` cannot do a call, or None."""
+    """Why `backward_dkdv` does not support a call, or None."""
     if arch // 10 not in (9, 10):
         return f"sm_{arch}: the dk and dv pass by token is for sm_90 and sm_100"
     if dtype not in DTYPES:

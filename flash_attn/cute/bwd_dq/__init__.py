@@ -1,1 +1,1 @@
-"""The dq pass of Hopper's backward in two passes: its kernel and its host code."""
+"""The dq pass of backward in two passes; on SM90, and over lists with bits on SM100 too, by mma.sync."""

@@ -1,11 +1,11 @@
-"""Prologue and epilogue of a warpgroup's 64 rows of dq: row sums, what dq starts from, and dq in q's dtype.
+"""Prologue and epilogue of a warpgroup's 64 rows of dq: row sums, initial accumulator, and dq in q's dtype.
 
-The accumulator keeps wgmma's registers, for 64 rows by 8 columns, then by thread, then by register: a thread reads its
-own 16 bytes at a time. Rows of rounded dq are contiguous, but of every 8 columns a thread holds 2: the threads of a
+The accumulator has wgmma's register layout: for 64 rows by 8 columns, then by thread, then by register, so a thread
+reads 16 bytes at a time. Rows of rounded dq are contiguous, but of every 8 columns a thread holds 2: the threads of a
 quad exchange pairs, so that each reads and stores 16 bytes at a time.
 
-Row sums (`shared_backward`) are read, or computed from o and do and left for the dk and dv pass: then no other kernel
-goes before the dq pass.
+Row sums (`shared_backward`) are read, or computed from o and do and written for the dk and dv pass, which saves the
+preprocess kernel.
 """
 
 import math
@@ -22,31 +22,31 @@ from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 
 
 def rows_of_head(tensor: cute.Tensor, mask: KeyMask, head: Int32, width: int = 1) -> cute.Tensor:
-    """fp32 of a sequence and query head, `width` to a row, from the sequence's first row on."""
+    """The fp32 values of a sequence and query head, `width` per row, from the sequence's first row on."""
     if not mask.seqlen.has_cu_seqlens_q:
         return tensor[mask.batch, head, None]
     return cute.domain_offset((Int64(mask.seqlen.padded_offset_q) * width,), tensor[head, None])
 
 
 def vector_of_row(tensor: cute.Tensor, mask: KeyMask, r: int, fours: int) -> cute.Tensor:
-    """The thread's 8 of 32 columns in its r-th row of a sequence, [T, D, Hq]."""
+    """The thread's 8 of columns 32 * fours .. 32 * fours + 31 in its r-th row of a sequence, [T, D, Hq]."""
     return cute.local_tile(tensor[mask.row(r), None, mask.query_head(r)], (8,), (4 * fours + mask.thread % 4,))
 
 
 @dataclass(frozen=True)
 class DqOutput:
-    """One tile's output, to a warpgroup."""
+    """A warpgroup's 64 rows of dq of one tile."""
 
     dq: cute.Tensor  # [T, D, Hq, B], packed [total, D, Hq]
     accum: Optional[cute.Tensor]  # fp32 [B, Hq, rows * D], packed [Hq, rows * D]; dq starts from it. None: from 0
     onto_dq: cutlass.Constexpr[bool]  # as in `DqSpec`
     head_dim: cutlass.Constexpr[int]
     softmax_scale: Float32
-    mask: KeyMask  # of the warpgroup, which knows its rows
+    mask: KeyMask  # of the warpgroup: its rows
 
     @cute.jit
     def start(self, acc_dQ: cute.Tensor):
-        """Set the registers that dq is added to."""
+        """Set the registers of dq to 0 or to `accum`."""
         acc_dQ.fill(0.0)
         if const_expr(self.accum is not None):
             if self.mask.first < self.mask.seqlen.seqlen_q:
@@ -54,7 +54,7 @@ class DqOutput:
                 cute.autovec_copy(self._accumulator(), registers)
 
     def _accumulator(self) -> cute.Tensor:
-        """The thread's part of the warpgroup's rows, in the order of the registers: [4, D / 8]."""
+        """The thread's values of the warpgroup's rows in `accum`, in register order: [4, D / 8]."""
         rows = rows_of_head(self.accum, self.mask, self.mask.head, width=self.head_dim)
         begin = rows.iterator + (Int64(self.mask.first) * self.head_dim + self.mask.thread * 4)
         layout = cute.make_layout((4, self.head_dim // 8), stride=(1, 4 * THREADS))
@@ -81,7 +81,7 @@ class DqOutput:
 
     @cute.jit
     def _held(self, dq: cute.Tensor, acc_dQ: cute.Tensor) -> cute.Tensor:
-        """The values of dq, in the order of the accumulator's registers; 0 past the sequence's end."""
+        """The old values of dq, in the order of the accumulator's registers; 0 past the sequence's end."""
         held = cute.make_rmem_tensor(acc_dQ.layout, dq.element_type)
         pairs, lane = self._pairs(held), self.mask.thread % 4
         pairs.fill(0)
@@ -101,13 +101,13 @@ class DqOutput:
         return held
 
     def _pairs(self, fragment: cute.Tensor) -> cute.Tensor:
-        """Registers of two neighbouring columns: [2 rows, D / 8]."""
+        """32-bit registers, each two neighbouring columns: [2 rows, D / 8]."""
         words = cute.recast_tensor(fragment, Int32)
         return cute.make_tensor(words.iterator, cute.make_layout((ROWS_OF_THREAD, self.head_dim // 8)))
 
 
 def exchanged(x: list[Int32], lane: Int32) -> list[Int32]:
-    """Transpose the values of a quad's four threads: thread i's j-th one is then thread j's i-th one."""
+    """Transpose the 4 x 4 values of a quad: thread i returns the i-th value of each of its four threads."""
     x = list(x)
     for bit in (1, 2):
         upper = lane & bit != 0
@@ -121,20 +121,20 @@ def exchanged(x: list[Int32], lane: Int32) -> list[Int32]:
 
 @dataclass(frozen=True)
 class RowSums:
-    """lse_log2 and dpsum of a tile, to a warpgroup."""
+    """lse_log2 and dpsum of a warpgroup's 64 rows: read, or computed and written."""
 
-    lse_log2: cute.Tensor  # lse_log2, dpsum: fp32 [B, Hq, rows], packed [Hq, rows]; read, or with `out` written
+    lse_log2: cute.Tensor  # lse_log2, dpsum: fp32 [B, Hq, rows], packed [Hq, rows]; with `out` written, else read
     dpsum: cute.Tensor
     out: Optional[cute.Tensor]  # out, dout: [T, D, Hq, B], packed [total, D, Hq]
     dout: Optional[cute.Tensor]
     lse: Optional[cute.Tensor]  # fp32 [B, Hq, T], packed [Hq, total]
     head_dim: cutlass.Constexpr[int]
     start: cutlass.Constexpr[int]  # as in `DqSpec`
-    mask: KeyMask  # of the warpgroup, which knows its rows
+    mask: KeyMask  # of the warpgroup: its rows
 
     @cute.jit
     def of_thread(self) -> tuple[tuple[Float32, Float32], ...]:
-        """Both of each of the thread's rows; +inf and 0, which make dS 0, past the end of the sequence."""
+        """(lse_log2, dpsum) of each of the thread's rows; past the end of the sequence +inf and 0, for dS = 0."""
         mask, seqlen = self.mask, self.mask.seqlen
         heads = [mask.query_head(r) for r in range(ROWS_OF_THREAD)]
         lse_log2, dpsum = [[rows_of_head(t, mask, head) for head in heads] for t in (self.lse_log2, self.dpsum)]
@@ -153,7 +153,7 @@ class RowSums:
         return tuple((found[r, 0], found[r, 1]) for r in range(ROWS_OF_THREAD))
 
     def _end(self) -> Int32:
-        """Rows that belong to the sequence, those past its queries included."""
+        """Exclusive end of the sequence's rows of dpsum, padding included."""
         if const_expr(not self.mask.seqlen.has_cu_seqlens_q):
             return Int32(self.dpsum.shape[2])
         return (self.mask.seqlen.seqlen_q + (self.start - 1)) // self.start * self.start

@@ -1,17 +1,17 @@
-"""The dq pass of block-sparse backward on SM90: query-stationary, without atomics, the same bits every time.
+"""The dq pass of block-sparse backward, on SM90 and partly SM100: query-stationary, without atomics, deterministic.
 
-A CTA keeps 128 queries of one head, loops over the *forward* list of their block, and keeps dq in registers,
+A CTA has 128 queries of one head, loops over the *forward* list of their block, and accumulates dq in registers,
 
     S = q k^T,   P = exp2(S * scale * log2(e) - lse_log2),   dP = do v^T,   dS = P * (dP - dpsum),   dq += dS k.
 
 That is 3 of backward's 5 matmuls; dk and dv are left to another kernel. Steps have 128 keys, one block or two of 64.
 
-Of lists with a bit for each token (`lists/query_bits`) a CTA takes 128 rows of (token, head) pairs of one key/value
-head, or of one query head that has lists of its own; a row whose token does not list a block gets P = 0 there. SM100
-runs these too, with products warp by warp (`mma.product`).
+Over lists with a bit for each token (`lists/query_bits`) a CTA has 128 rows, (token, head) pairs of one key/value head,
+or of one query head with lists of its own; a row whose token does not list a block gets P = 0 there. SM100 runs these
+lists too, by mma.sync (`mma.product`).
 
-`dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`. A thread's part of dq lies there in the
-order of its registers. Of the calls that share an accumulator this one is the last, and rounds the sum.
+`dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; dq lies in the accumulator in wgmma's
+register layout. Of the calls that share an accumulator this one is the last, and rounds the sum.
 """
 
 import math
@@ -43,7 +43,7 @@ from flash_attn.cute.shared_backward import Tile
 from flash_attn.cute.testing import is_fake_mode
 from flash_attn.cute.utils import AuxData
 
-# How accumulators lie, of head dimensions rounded up to 32.
+# Layout of the accumulator; head dimensions are rounded up to 32.
 ACCUM_TILE = Tile(90, ROWS, THREADS, 1, False, False, 32, None)
 
 Tensor = torch.Tensor
@@ -58,7 +58,7 @@ def lists_of_queries(
     seqused: tuple[Optional[Tensor], Optional[Tensor]],
     max_seqlen_q: Optional[int],
 ) -> NamedTuple:
-    """Forward lists as the kernel reads them: checked, and normalised.
+    """Check forward lists, and normalise them for the kernel.
 
     q, k, lists, max_seqlen_q: as in `backward_dq`. cu_seqlens, seqused: of queries and of keys.
     """
@@ -109,28 +109,28 @@ def backward_dq(
     lse: Optional[Tensor] = None,
     normalized: Optional[NamedTuple] = None,
 ) -> None:
-    """Write the gradient of q, of this call and of those that added to ``accum``, to ``dq``.
+    """Write the gradient of q, summed with those that other calls added to ``accum``, to ``dq``.
 
     Tensors have been checked by the caller, and none is empty.
 
     Args:
         q, dout: [B, T, Hq, D] and Dv, or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D] and Dv, or packed.
-        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; written, for whole tiles of
-            TILE_M queries (of lists with bits, for those of the queries), if ``out`` is given.
+        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; with ``out`` written, for whole
+            tiles of TILE_M queries (over lists with bits, for the queries alone).
         lists: forward lists, of every form that forward reads.
         dq: like q; contiguous in its last dimension. Rows past seqused_q are not written.
         softmax_scale: 1 / sqrt(D) unless given.
         causal, window_size, mask_mod, aux_tensors: the masks of the forward call.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_offset: int32, as forward's.
         max_seqlen_q: queries of the longest packed sequence, if known: checks that padded lists have rows for it.
-        add: what dq holds is added before rounding, as `shared_backward.convert` does.
-        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; not with bits.
+        add: the old values of dq are added before rounding, as in `shared_backward.convert`.
+        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], of `Tile.pattern` "rows of 64"; not with bits.
         start: `AccumLayout.start` of dpsum, lse_log2 and accum: a multiple of 64; with ``out`` 64 or 128.
-        out, lse: like dout, and fp32 [B, Hq, T], packed [Hq, total]: forward's, of which row sums are computed.
-        normalized: what `lists_of_queries` made of ``lists`` for these tensors, if the caller has asked already.
+        out, lse: forward's, like dout and fp32 [B, Hq, T], packed [Hq, total]; row sums are computed from them.
+        normalized: the result of `lists_of_queries` for these arguments, if the caller has it.
 
     Raises:
-        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
+        NotImplementedError: no kernel for the architecture, dtype, head dimensions or block size.
         ValueError: lists that do not fit the call.
     """
     reason = dq_spec.unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
@@ -181,7 +181,7 @@ _compiled = CompiledKernels("bwd_dq")
 
 
 def _fake_arguments(spec: DqSpec) -> list[object]:
-    """Fake arguments of the kernel that come before the block lists, to compile for."""
+    """Fake arguments to compile the kernel for: those before the block lists."""
     call = FakeCall.of(spec.dtype, *spec.dims, spec.packed)
     rows = cute.sym_int()
     sums = [call.of_rows(rows) for _ in range(2)]

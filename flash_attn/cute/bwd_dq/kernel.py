@@ -1,11 +1,11 @@
-"""The kernel of `bwd_dq/interface`: a load warp, and two warpgroups that multiply, 64 queries each.
+"""The kernel of `bwd_dq/interface`: a load warp, and two consumer warpgroups of 64 query rows each.
 
-    load warp     q and do of a warpgroup when it has no more use for those before, k and v as stages come free
-    warpgroups    dS of the step before times k, and S of this step, in flight together; dP while S is awaited and
-                  turned into P; then dS, which stays in registers as the first operand of dq
+    load warp     q and do when a warpgroup has released their slot, k and v as stages become free
+    warpgroups    dS k of the step before and S of this step, in flight together; dP while P is computed from S;
+                  then dS, which stays in registers as the A operand of dq
 
-The warpgroups issue their products alternately: one multiplies while the other does arithmetic. `steps` has what a
-warpgroup does.
+The warpgroups issue their products alternately: one multiplies while the other does arithmetic. `steps` has a
+warpgroup's loop.
 """
 
 import math
@@ -43,7 +43,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 
 class FlashAttentionBackwardDqSm90:
-    """The kernel for one `DqSpec`."""
+    """The kernel compiled for a `DqSpec`."""
 
     def __init__(self, spec: DqSpec, mask_mod: Optional[Callable] = None) -> None:
         self.spec = spec
@@ -108,7 +108,7 @@ class FlashAttentionBackwardDqSm90:
         aux_data: AuxData,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch `kernel`, which has the other arguments as they are."""
+        """Launch `kernel`; arguments without a comment are passed on to it."""
         spec = self.spec
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
         layouts = [layout((ROWS, dim), WARPGROUPS) for dim in spec.dims[: len(rows)]]
@@ -143,7 +143,7 @@ class FlashAttentionBackwardDqSm90:
         ends: tuple[Optional[cute.Tensor], ...],  # cu_seqlens of q and k, seqused of q and k, q_offset
         lists: BlockSparseTensors,
         aux_data: AuxData,
-        layouts: tuple[cute.ComposedLayout, ...],  # of the same in shared memory
+        layouts: tuple[cute.ComposedLayout, ...],  # shared-memory layouts of the tensors of `tma`
         tiles: Int32,
     ):
         spec = self.spec
@@ -165,23 +165,23 @@ class FlashAttentionBackwardDqSm90:
             tile_m=spec.start,
             tile_n=spec.block_k,
         )
-        place = partial(self.place, lists=lists, mDQ=outputs[0])
+        coord_of = partial(self.coordinates, lists=lists, mDQ=outputs[0])
         pipeline_init_wait(cluster_shape_mn=(1, 1))
 
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_idx == 0:
-                self.load(tma, staged, pipelines, lists, lengths, place, tiles)
+                self.load(tma, staged, pipelines, lists, lengths, coord_of, tiles)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.multiply(
-                tma[:-2], staged, pipelines, sums, outputs, scales, edges, lists, aux_data, lengths, place, tiles
+                tma[:-2], staged, pipelines, sums, outputs, scales, edges, lists, aux_data, lengths, coord_of, tiles
             )  # fmt: skip
 
     def stage(
         self, layouts: tuple[cute.ComposedLayout, ...]
     ) -> tuple[list[cute.Tensor], list[pipeline_custom.PipelineTmaAsync]]:
-        """Shared memory of the tensors of queries' rows, of k and of v, and the pipelines that fill it."""
+        """Shared memory for q and do (or q), k and v, and the TMA pipelines that fill it."""
         # A slot of rows belongs to one warpgroup, a stage of k or v to both.
         spec, of_rows = self.spec, len(layouts) - 2
         each = of_rows * [(WARPGROUPS, WARPS, ROWS)] + 2 * [(spec.stages, WARPGROUPS * WARPS, spec.step)]
@@ -204,17 +204,17 @@ class FlashAttentionBackwardDqSm90:
         return tiles
 
     def tiles_of_head(self, lists: BlockSparseTensors, mDQ: cute.Tensor) -> Int32:
-        """Query tiles of a batch's sequence, or where the lists of all sequences stand in a row, of all of them."""
+        """Query tiles of a sequence; of all sequences where the rows of their lists are contiguous (CSR)."""
         if const_expr(cute.rank(lists.mask_block_cnt) == 3 and not self.spec.packed[0]):
             return cute.ceil_div(mDQ.shape[0] * self.spec.packed_heads, TILE_M)
         return cute.size(lists.mask_block_cnt, mode=[cute.rank(lists.mask_block_cnt) - 1]) * self.spec.subtiles
 
     @cute.jit
-    def place(self, index: Int32, lists: BlockSparseTensors, mDQ: cute.Tensor) -> TileCoord:
-        """The tile that comes in this place: neighbours in memory are neighbours in time, as they read the same keys.
+    def coordinates(self, index: Int32, lists: BlockSparseTensors, mDQ: cute.Tensor) -> TileCoord:
+        """The tile of a launch index; tiles that read the same keys are launched one after the other.
 
-        First the heads of a group, then the tiles of queries, the last first where few of the first ones' keys are
-        seen. With packed heads `head` is the key/value head.
+        The heads of a group vary fastest, then query tiles, with a right bound (causal) from the last, longest one on.
+        With packed heads `head` is the key/value head.
         """
         spec = self.spec
         across = self.tiles_of_head(lists, mDQ)
@@ -231,15 +231,15 @@ class FlashAttentionBackwardDqSm90:
         return TileCoord(batch, head_kv * members + member, m_block)
 
     def visit(
-        self, place: TileCoord, lists: BlockSparseTensors, lengths: Callable
+        self, coord: TileCoord, lists: BlockSparseTensors, lengths: Callable
     ) -> tuple[SeqlenInfoQK, KeyLoop, Int32]:
-        """The lengths of a tile's sequence, the tile's loop, and how many steps that has: none past the end."""
-        seqlen = lengths(place.batch)
-        block = place.m_block // self.spec.subtiles
+        """A tile's sequence lengths, its loop over keys, and the loop's steps: 0 past the last query."""
+        seqlen = lengths(coord.batch)
+        block = coord.m_block // self.spec.subtiles
         spec = self.spec
-        loop = KeyLoop.create(lists, place.batch, place.head, block, spec.block_k, spec.words, spec.step)
+        loop = KeyLoop.create(lists, coord.batch, coord.head, block, spec.block_k, spec.words, spec.step)
         rows = seqlen.seqlen_q * self.spec.packed_heads
-        steps = cutlass.select_(place.m_block * TILE_M < rows, loop.steps, Int32(0))
+        steps = cutlass.select_(coord.m_block * TILE_M < rows, loop.steps, Int32(0))
         return seqlen, loop, Int32(steps)
 
     @cute.jit
@@ -250,25 +250,25 @@ class FlashAttentionBackwardDqSm90:
         pipelines: list[pipeline_custom.PipelineTmaAsync],
         lists: BlockSparseTensors,
         lengths: Callable,
-        place_of: Callable,
+        coord_of: Callable,
         tiles: Int32,
     ):
-        """The load warp: all tiles of the CTA. A tile's q comes after its first keys, do after their values."""
+        """The load warp: all tiles of the CTA. A tile's q is loaded after its first k, do after its first v."""
         state = pipeline.make_pipeline_state(PipelineUserType.Producer, self.spec.stages)
         phase = Int32(1)  # of the slots of q and do
         first, _, _ = cute.arch.block_idx()
         stride, _, _ = cute.arch.grid_dim()
         for index in cutlass.range(first, tiles, stride, unroll=1):
-            place = place_of(index)
-            seqlen, loop, steps = self.visit(place, lists, lengths)
+            coord = coord_of(index)
+            seqlen, loop, steps = self.visit(coord, lists, lengths)
             if steps > 0:
                 of = list(zip(tma, staged, pipelines))
                 row_loaders = []
                 if const_expr(tma[0][0] is not None):
-                    row_loaders = [query_loader(*each, seqlen, place) for each in of[:-2]]
-                head_kv = place.head // (self.spec.group // self.spec.packed_heads)
+                    row_loaders = [query_loader(*each, seqlen, coord) for each in of[:-2]]
+                head_kv = coord.head // (self.spec.group // self.spec.packed_heads)
                 key_loaders = [
-                    key_loader(*each, seqlen, place.batch, head_kv, self.spec.box(dim))
+                    key_loader(*each, seqlen, coord.batch, head_kv, self.spec.box(dim))
                     for each, dim in zip(of[-2:], self.spec.dims)
                 ]
                 coming = loop.entries(Int32(0))
@@ -297,10 +297,10 @@ class FlashAttentionBackwardDqSm90:
         lists: BlockSparseTensors,
         aux_data: AuxData,
         lengths: Callable,
-        place_of: Callable,
+        coord_of: Callable,
         tiles: Int32,
     ):
-        """A warpgroup: its rows of all tiles of the CTA."""
+        """A consumer warpgroup: its 64 rows of all tiles of the CTA."""
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tidx // THREADS) - 1
@@ -319,17 +319,17 @@ class FlashAttentionBackwardDqSm90:
         first, _, _ = cute.arch.block_idx()
         stride, _, _ = cute.arch.grid_dim()
         for index in cutlass.range(first, tiles, stride, unroll=1):
-            place = place_of(index)
-            seqlen, loop, steps = self.visit(place, lists, lengths)
-            first_row = place.m_block * TILE_M + group * ROWS
+            coord = coord_of(index)
+            seqlen, loop, steps = self.visit(coord, lists, lengths)
+            first_row = coord.m_block * TILE_M + group * ROWS
             mask = KeyMask(
-                seqlen, place.batch, place.head, first_row, thread, *edges, self.mask_mod, aux_data, spec.packed_heads
+                seqlen, coord.batch, coord.head, first_row, thread, *edges, self.mask_mod, aux_data, spec.packed_heads
             )  # fmt: skip
             output = DqOutput(*outputs, spec.onto_dq, spec.head_dim, scales[0], mask)
             output.start(acc_dQ)
             rows = RowSums(*sums, spec.head_dim_v, spec.start, mask).of_thread()
             if const_expr(queries[0][0] is None):
-                sources = tuple(seqlen.offset_batch_Q(t, place.batch, dim=3) for _, t in queries)
+                sources = tuple(seqlen.offset_batch_Q(t, coord.batch, dim=3) for _, t in queries)
                 load_rows(sources, tuple(t[None, None, group] for t in staged[:2]), mask, group)
             if steps > 0:
                 tile = WarpgroupSteps(
@@ -353,7 +353,7 @@ class FlashAttentionBackwardDqSm90:
         acc_dQ: cute.Tensor,
         dS: Optional[cute.Tensor],
     ) -> StageProducts:
-        """Products of a warpgroup with a stage, or, given registers for dS, with a block of one."""
+        """A warpgroup's products with a stage, or, given the stage's registers for dS, with one block of it."""
         sQ, sdO, sK, sV = staged
         if dS is not None:
             sK, sV = [parts_of_stages(t, (self.spec.block_k, dim)) for t, dim in zip((sK, sV), self.spec.dims)]

@@ -1,6 +1,6 @@
-"""Loads of q and do in tiles of packed heads, which lists with bits have: row r is token r // G, query head r % G.
+"""Loads of q and do in tiles of packed heads, as for lists with bits: row r is token r // G, query head r % G.
 
-They come by TMA where a warpgroup's rows are whole tokens, or a part of one. Elsewhere each warpgroup reads its own.
+By TMA where a warpgroup's 64 rows are whole tokens, or a fraction of one; else each warpgroup loads its own rows.
 """
 
 import cutlass
@@ -20,7 +20,7 @@ ROWS_LOADED = 3  # the first warpgroup's named barrier of `load_rows`, after the
 def tma_of_rows(
     load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, slot: cute.ComposedLayout, heads: int
 ) -> TmaTensor:
-    """For q or do, [T, D, Hq, B] (packed [total, D, Hq]): a warpgroup's rows at a time, of so many heads.
+    """TMA atom for 64 rows of q or do, [T, D, Hq, B] (packed [total, D, Hq]), with `heads` packed heads.
 
     Returns:
         The atom, None where TMA cannot load them, and the tensor; with an atom [(heads, T), D, Hq / heads, B].
@@ -38,7 +38,7 @@ def tma_of_rows(
 
 @cute.jit
 def load_rows(sources: tuple[cute.Tensor, ...], slots: tuple[cute.Tensor, ...], mask: KeyMask, group: Int32):
-    """Load the warpgroup's rows without TMA; those past the end keep what the slots hold.
+    """Load the warpgroup's rows without TMA; rows past the end are zeros.
 
     sources: [T, D, Hq] of the sequence, each. slots: [ROWS, D] of shared memory, each; nothing reads them any more.
     group: the warpgroup's number.

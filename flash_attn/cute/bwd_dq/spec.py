@@ -1,4 +1,4 @@
-"""Options of the dq pass's kernel, and the calls that it can do."""
+"""Compile-time options of the dq pass's kernel, and the calls that it supports."""
 
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -10,14 +10,12 @@ from flash_attn.cute.lists.query_bits import BIT_KEYS, has_bits, rows_of_token
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import LIST_DIMS, ROWS, STEP, TOKEN_DIMS, box_columns
 from flash_attn.cute.mma.form import use_mma_sync
-from flash_attn.cute.mma.host import DTYPES
+from flash_attn.cute.mma.host import DTYPES, MOST_STAGES, SHARED_MEMORY
 from flash_attn.cute.runtime.own_device import dispatch_arch
 
-WARPGROUPS, THREADS, WARPS = 2, 128, 4  # that multiply, and threads and warps of each
+WARPGROUPS, THREADS, WARPS = 2, 128, 4  # consumer warpgroups, and threads and warps of each
 TILE_M = WARPGROUPS * ROWS  # queries of a tile
-SHARED_MEMORY = 224 * 1024  # bytes for tiles
-MOST_STAGES = 4
-WIDEST = 128  # head dimensions with steps of `STEP` keys
+WIDEST = 128  # largest head dimension with steps of `STEP` keys
 
 
 @dataclass(frozen=True)
@@ -30,26 +28,26 @@ class DqSpec:
     block_k: int
     group: int  # query heads of a key/value head
     subtiles: int  # tiles of TILE_M queries in a block of the lists
-    edges: tuple[bool, bool]  # whether there is a left and a right end of what a query sees; causal is a right one
+    edges: tuple[bool, bool]  # whether visible keys have a left and a right bound; causal has a right one
     packed: tuple[bool, bool]  # whether there are cu_seqlens of queries and keys
     offset: bool  # whether positions of first queries are given
-    words: int  # of bits beside each entry of the lists, 0 for lists without
-    packed_heads: int  # query heads that a tile has rows of, alternating: with bits, those that share a list
-    stay: bool  # as many CTAs as run at a time loop over the tiles; else a CTA to a tile
-    use_mma_sync: bool  # how products are made (`mma.product`)
-    list_group: int = 1  # query heads of a group that share a list that is indexed by key/value head; else 1
+    words: int  # 32-bit words of `mask_block_bits` per entry, 0 without
+    packed_heads: int  # query heads packed into a tile's rows: with bits, those that share a list
+    stay: bool  # persistent CTAs loop over the tiles; else one CTA per tile
+    use_mma_sync: bool  # instead of wgmma (`mma.product`)
+    list_group: int = 1  # query heads per list, where lists are indexed by key/value head; else 1
     seqused: tuple[bool, bool] = (False, False)
-    from_accum: bool = False  # whether dq starts from what the fp32 accumulator holds, not from 0
-    onto_dq: bool = False  # whether what dq holds is added before rounding
+    from_accum: bool = False  # whether dq starts from the fp32 accumulator, not from 0
+    onto_dq: bool = False  # whether dq's old values are added before rounding
     sums: bool = False  # whether dpsum and lse_log2 are computed and written, not read
-    start: int = ROWS  # rows that sequences of dpsum, lse_log2 and the accumulator start at multiples of
+    start: int = ROWS  # sequences of row sums and the accumulator start at multiples of this many rows
 
     @staticmethod
     def of(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockSparseTensorsTorch, normalized: Any,
         edges: tuple, starts: tuple, q_offset: Optional[torch.Tensor], *, short_rows: bool = False, **options: Any,
     ) -> "DqSpec":  # fmt: skip
-        """The spec of a call. starts: cu_seqlens of queries and keys. short_rows: its lists have few entries a row."""
+        """The spec of a call. starts: cu_seqlens of queries and keys. short_rows: `has_short_rows` of its lists."""
         words, group = lists.mask_block_bits.shape[-1] if has_bits(lists) else 0, q.shape[-2] // k.shape[-2]
         heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
         return DqSpec(
@@ -72,12 +70,12 @@ class DqSpec:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Of q and k, and of do and v."""
+        """(D, Dv): head dimensions of q and k, and of do and v."""
         return self.head_dim, self.head_dim_v
 
     @property
     def step(self) -> int:
-        """Keys of a step: one block where registers and shared memory are too few for two."""
+        """Keys of a step; one block where registers or shared memory do not hold two."""
         return STEP if max(self.dims) <= WIDEST else self.block_k
 
     @property
@@ -87,14 +85,14 @@ class DqSpec:
         return min(MOST_STAGES, (SHARED_MEMORY - TILE_M * row) // (self.step * row))
 
     def box(self, dim: int) -> tuple[int, int]:
-        """Keys and head dimensions of k or v, of so many, that are loaded at a time."""
+        """(keys, columns) of the TMA box for k or v of `dim` columns."""
         return self.block_k, box_columns(dim)
 
 
 def unsupported(
     arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, lists: BlockSparseTensorsTorch
 ) -> Optional[str]:
-    """Why `backward_dq` cannot do a call, or None."""
+    """Why `backward_dq` does not support a call, or None."""
     if arch // 10 != 9 and not (arch // 10 == 10 and has_bits(lists)):
         return f"sm_{arch}: the dq pass is for sm_90, and for sm_100 over lists with mask_block_bits"
     if dtype not in DTYPES:

@@ -1,9 +1,9 @@
-"""A warpgroup's steps over a tile's key blocks in the dq pass: products, which the two warpgroups issue alternately.
+"""A warpgroup's loop over a tile's key blocks in the dq pass; the two warpgroups issue products alternately.
 
-Both warpgroups loop over the same steps, so both reach each barrier equally often, and both release all stages. Where
-entries have bits, a warpgroup multiplies only blocks that one of its tokens lists: a step with both as without bits, a
-step with one block by itself, a step with none is skipped. At large head dimensions a step is one block, and with one
-stage dS is multiplied before the next block is awaited. Where products go warp by warp every block is done by itself.
+Both warpgroups loop over the same steps, so both arrive at each barrier equally often, and both release all stages.
+Where entries have bits, a warpgroup multiplies only blocks that one of its tokens lists: both blocks of a step at once,
+one alone, or none. At large head dimensions a step is one block, and with a single stage dS k is computed before the
+next block is awaited. With mma.sync every block is multiplied alone.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from flash_attn.cute.bwd_dq.spec import THREADS, WARPGROUPS
 from flash_attn.cute.fwd_sm90.loads import NOWHERE, KeyLoop
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 
-SCHEDULER_BARRIER = 1  # first named barrier: of the first warpgroup
+SCHEDULER_BARRIER = 1  # named barrier of the first warpgroup; the next one is the second's
 
 
 class StageProducts(NamedTuple):
-    """The three products of a warpgroup with a stage, or with one of its blocks.
+    """A warpgroup's three products S, dP and dq with a whole stage of k and v, or with one block of a stage.
 
-    scores, dprobabilities, add_dq: issue it; ``B_idx=`` is the stage, or (part, stage).
-    dS: the first operand of `add_dq`, in registers; that of a block is in the first ones of a stage's.
+    scores, dprobabilities, add_dq: issue a product; ``B_idx=`` is the stage, or (part, stage).
+    dS: the A operand of `add_dq`, in registers; that of a block is the first registers of a stage's.
     """
 
     scores: Callable
@@ -37,7 +37,7 @@ class StageProducts(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of a step: its first key, its entry (`KeyLoop.entry`), and its bits if entries have them."""
+    """A block of a step: its first key, its entry (`KeyLoop.entry`), and its words of bits, if any."""
 
     key: Int32
     entry: Int32
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
     @staticmethod
     def one_of(first: Boolean, blocks: list["Block"]) -> "Block":
-        """The first of two, or the second."""
+        """The first of two blocks if `first`, else the second."""
         key, entry = (Int32(cutlass.select_(first, *pair)) for pair in zip(*(block[:2] for block in blocks)))
         words = tuple(Int32(cutlass.select_(first, *pair)) for pair in zip(*(block.words for block in blocks)))
         return Block(key, entry, words)
@@ -53,24 +53,24 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class WarpgroupSteps:
-    """One tile's steps, to a warpgroup."""
+    """A warpgroup's steps over one tile."""
 
-    stage: StageProducts  # stage, block: products with a stage; with bits also those with one of its blocks
+    stage: StageProducts  # with a stage, and where entries have bits with a block
     block: Optional[StageProducts]
     pipelines: tuple[pipeline_custom.PipelineTmaAsync, ...]  # of q, do, k and v
-    loaded: bool  # False where q and do are there from the beginning
-    group: Int32
+    loaded: bool  # whether q and do come by TMA; else they are in shared memory before
+    group: Int32  # index of the warpgroup
     phase: Int32  # of the slots of q and do
     loop: KeyLoop
     mask: KeyMask
     rows: tuple[tuple[Float32, Float32], ...]  # lse_log2 and dpsum of the thread's rows
     scale_log2: Float32
-    wait: Callable[[int], None]  # for products, all but the last so many
+    wait: Callable[[int], None]  # until at most that many products are in flight
     stages: cutlass.Constexpr[int]  # of k and v
 
     @cute.jit
     def run_all(self, steps: Int32, state: pipeline.PipelineState):
-        """All steps, one at least. Returns the state behind them."""
+        """Run the steps, at least one, of lists without bits. Returns the advanced state."""
         loop = self.loop
         coming = loop.entries(Int32(0))
         acc_S, acc_dP = self.first_products(self.stage, state, state.index)
@@ -91,11 +91,11 @@ class WarpgroupSteps:
 
     @cute.jit
     def run_listed(self, steps: Int32, state: pipeline.PipelineState):
-        """The same, of entries with bits."""
+        """Run the steps of lists with bits: multiply only listed blocks. Returns the advanced state."""
         loop = self.loop
         coming, coming_words = loop.entries(Int32(0)), loop.all_words(Int32(0))
         before = state.clone()
-        pending = Boolean(False)  # dS of the step before has still to be multiplied
+        pending = Boolean(False)  # the step before has not yet added dS k to dq
         for step in cutlass.range(steps, unroll=1):
             entries, words = coming, coming_words
             coming, coming_words = loop.entries(step + 1), loop.all_words(step + 1)
@@ -117,14 +117,14 @@ class WarpgroupSteps:
                 if pending:
                     self.last_product(self.stage, before, before.index)
                 if const_expr(loop.parts == 1):
-                    self.pass_by(state)
+                    self.skip_step(state)
                 elif first | second:
                     at = (cute.arch.make_warp_uniform(Int32(cutlass.select_(first, Int32(0), Int32(1)))), state.index)
                     acc_S, acc_dP = self.first_products(self.block, state, at)
                     self.finish(self.block, acc_S, acc_dP, [Block.one_of(first, blocks)], state)
                     self.last_product(self.block, state, at)
                 else:
-                    self.pass_by(state)
+                    self.skip_step(state)
             pending = first & second & (self.stages > 1)
             before = state.clone()
             state.advance()
@@ -135,7 +135,7 @@ class WarpgroupSteps:
 
     @cute.jit
     def run_blocks(self, steps: Int32, state: pipeline.PipelineState):
-        """The same, a block at a time and not alternating: registers are left to load operands of products ahead."""
+        """`run_listed` for mma.sync: a block at a time, unordered, with registers left to prefetch operands."""
         loop = self.loop
         coming, coming_words = loop.entries(Int32(0)), loop.all_words(Int32(0))
         if const_expr(self.loaded):
@@ -160,14 +160,14 @@ class WarpgroupSteps:
         return state
 
     def blocks(self, step: Int32, entries: tuple[Int32, ...], words: Optional[tuple] = None) -> list[Block]:
-        """All blocks of a step. words: of each, if entries have bits."""
+        """The blocks of a step. words: their bits, if entries have any."""
         keys = [self.loop.first_key(entry, step, part) for part, entry in enumerate(entries)]
         return [Block(*of) for of in zip(keys, entries, words or [()] * len(entries))]
 
     def first_products(
         self, products: StageProducts, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """S and dP, in flight, where no step before is pending. at: the stage, or (part, stage)."""
+        """Issue S and dP, where no dS of the step before is pending. at: the stage, or (part, stage)."""
         pipeline_q, pipeline_do, pipeline_k, pipeline_v = self.pipelines
         if const_expr(self.loaded):
             pipeline_q.consumer_wait_w_index_phase(self.group, self.phase)
@@ -184,7 +184,7 @@ class WarpgroupSteps:
     def next_products(
         self, before: pipeline.PipelineState, state: pipeline.PipelineState
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """S and dP of a stage, in flight; the one before is added to dq meanwhile, and its k released."""
+        """Add the pending dS k of stage `before` to dq and release its k; issue S and dP of stage `state`."""
         _, _, pipeline_k, pipeline_v = self.pipelines
         await_scheduler_barrier(self.group)
         self.stage.add_dq(B_idx=before.index)
@@ -200,12 +200,12 @@ class WarpgroupSteps:
     def last_product(
         self, products: StageProducts, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]
     ) -> None:
-        """Add dS to dq, and release k. at: as in `first_products`."""
+        """Add dS k to dq, and release k. at: as in `first_products`."""
         products.add_dq(B_idx=at, wg_wait=0)
         self.pipelines[2].consumer_release(state)
 
-    def pass_by(self, state: pipeline.PipelineState) -> None:
-        """Skip a step, barriers included."""
+    def skip_step(self, state: pipeline.PipelineState) -> None:
+        """Release a step's stage unread, and arrive at its barriers."""
         for stages in self.pipelines[2:]:
             stages.consumer_wait(state)
             stages.consumer_release(state)
@@ -226,9 +226,9 @@ class WarpgroupSteps:
         blocks: list[Block],
         state: Optional[pipeline.PipelineState],
     ):
-        """From the products in flight, S and then dP, to dS as the first operand of dq. state: of v, to release it.
+        """From S and dP in flight to dS, the A operand of dq, in ``products.dS``. state: releases its stage of v.
 
-        In a row whose token does not list a block, it is hidden as in a row past the end: lse is +inf, exp2 gives 0.
+        A row whose token does not list a block is masked like a row past the end: with lse = +inf, P = exp2(..) = 0.
         """
         S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
         columns, width = cute.size(S, mode=[1]) // len(blocks), self.loop.block_k
@@ -254,7 +254,7 @@ class WarpgroupSteps:
 
 
 def await_scheduler_barrier(group: Int32) -> None:
-    """Until the other warpgroup has issued its products."""
+    """Wait until the other warpgroup has issued its products."""
     cute.arch.barrier(barrier_id=SCHEDULER_BARRIER + group, number_of_threads=WARPGROUPS * THREADS)
 
 

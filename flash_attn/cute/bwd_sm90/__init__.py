@@ -1,1 +1,1 @@
-"""Parts of SM90 backward: loops over query tiles and heads, accumulators, ordered reduction, one pass or two."""
+"""Parts of SM90 backward: loops over query tiles and heads, accumulators, ordered reduction, rules for two passes."""

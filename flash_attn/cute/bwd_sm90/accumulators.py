@@ -1,14 +1,14 @@
 """Accumulators of backward: dq without zero-filling (first writer), and a conversion that adds to its output.
 
-**First writer.** The first CTA to reach a query tile stores its part of dq, the others add: no kernel has to clear the
-accumulator before. Under compressed-causal masking it is known who comes first: the last key tile that sees anything of
-the query tile. It stores, then raises a flag, int32 [query tiles, 1, heads, batch], which whoever adds waits for. Key
-tiles are launched from the last to the first, so a CTA only waits for one launched before it. Query tiles that no key
-tile sees are cleared by the kernel before. One thread of a warp issues copies, waits for them, and handles flags.
+**First writer.** The first CTA of a query tile stores its dq, the others add: no kernel has to clear the accumulator
+before. Under compressed-causal masking the first writer is the last key tile that is visible to the query tile. It
+stores, then sets a flag, int32 [query tiles, 1, heads, batch], which the other CTAs wait for. Key tiles are launched
+from the last to the first, so a CTA only waits for one launched before it. The preprocess kernel clears query tiles
+that see no key tile. One thread of a warp issues bulk copies, waits for them, and handles flags.
 
-**Adding conversion.** To add while it rounds a tile of an fp32 accumulator, the conversion brings the output's tile
-into shared memory while it waits for the accumulator: one pass over the output, one rounding. Rows and columns past the
-output's end are neither read nor written.
+**Adding conversion.** To add the output's old values while it rounds a tile of an fp32 accumulator, the conversion
+prefetches the output's tile into shared memory while it waits for the accumulator: one pass over the output, one
+rounding. Rows and columns past the output's end are neither read nor written.
 """
 
 import cutlass
@@ -24,9 +24,9 @@ from flash_attn.cute.tile_scheduler import SingleTileScheduler, TileSchedulerArg
 
 
 class LastKeysFirstScheduler(SingleTileScheduler):
-    """SingleTileScheduler from the other end: the last key tile first, the last share of the queries first.
+    """SingleTileScheduler in reverse: last key tile first, and last share of the queries (`QueryShares`) first.
 
-    All heads of a share come before the share before it, as `schedule` reckons with.
+    All heads of a share are launched before the next share, as `compressed_causal.schedule` assumes.
     """
 
     paired = False
@@ -61,9 +61,9 @@ class LastKeysFirstScheduler(SingleTileScheduler):
 
 
 class PairedHeadsScheduler(LastKeysFirstScheduler):
-    """The same for an even number of heads: two, one of each half of them, alternate key tile by key tile.
+    """LastKeysFirstScheduler with the key tiles of heads h and h + H / 2 interleaved, for an even number of heads H.
 
-    A key tile that waits for the one after it (`ordered_reduction`) is then launched a CTA later.
+    A key tile and the one whose adds it waits for (`ordered_reduction`) are then launched one CTA further apart.
     """
 
     paired = True
@@ -71,7 +71,7 @@ class PairedHeadsScheduler(LastKeysFirstScheduler):
 
 @cute.jit
 def first_written_end(block_info: BlockInfo, seqlen: SeqlenInfoQK, n_block: Int32, m_block_max: Int32) -> Int32:
-    """Before which query block the key block is the last that sees any of it: there it stores, then it adds."""
+    """Exclusive end of the query blocks whose dq this key block stores, as their last one; it adds to later ones."""
     end = m_block_max
     if (n_block + 1) * block_info.tile_n < seqlen.seqlen_k:
         next_begin, _ = block_info.get_m_block_min_max(seqlen, n_block + 1)
@@ -81,7 +81,7 @@ def first_written_end(block_info: BlockInfo, seqlen: SeqlenInfoQK, n_block: Int3
 
 @cute.jit
 def wait_until_written(flag: cute.Pointer) -> None:
-    """By the thread that will add. It adds through the async proxy, so that has to see the flag's news too."""
+    """Wait for the first writer; called by the thread that adds. The fence orders its bulk copies after the flag."""
     written = Int32(0)
     while written == 0:
         written = barrier.ld_acquire(flag)
@@ -98,7 +98,7 @@ def store_or_add(stores: Boolean, smem: cute.Pointer, gmem: cute.Pointer, num_by
 
 @cute.jit
 def raise_flag(flag: cute.Pointer) -> None:
-    """By the thread that stored, once its stores have arrived in global memory."""
+    """Count up a flag, after this thread's bulk copies have arrived in global memory."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
     cute.arch.fence_proxy("async.global")
     barrier.red_release(flag, 1)
@@ -106,7 +106,7 @@ def raise_flag(flag: cute.Pointer) -> None:
 
 @cute.jit
 def between_tiles(flags: cute.Tensor, m_block: Int32, m_block_min: Int32, m_block_written: Int32) -> None:
-    """Before query block m_block's copies: tell of the previous block's store, or wait for this one's writer."""
+    """Before the copies of query block m_block: set the flag of the block before, if stored, or wait for this one's."""
     if m_block > m_block_min and m_block <= m_block_written:
         with cute.arch.elect_one():
             raise_flag(flags[(m_block - 1, None)].iterator)
@@ -117,7 +117,7 @@ def between_tiles(flags: cute.Tensor, m_block: Int32, m_block_min: Int32, m_bloc
 
 @cute.jit
 def after_tiles(flags: cute.Tensor, m_block_min: Int32, m_block_max: Int32, m_block_written: Int32) -> None:
-    """After the last query block's copies."""
+    """After the copies of the last query block: set its flag, if it was stored."""
     if m_block_min < m_block_max and m_block_max <= m_block_written:
         with cute.arch.elect_one():
             raise_flag(flags[(m_block_max - 1, None)].iterator)
@@ -125,13 +125,13 @@ def after_tiles(flags: cute.Tensor, m_block_min: Int32, m_block_max: Int32, m_bl
 
 @cute.jit
 def lower_flag(flags: cute.Tensor, m_block: Int32, head_idx: Int32, batch_idx: Int32, tidx: Int32) -> None:
-    """In the kernel before, by whoever has the tile there."""
+    """Clear a query tile's flag; called by the preprocess kernel."""
     if tidx == 0:
         flags[batch_idx, head_idx, m_block, 0] = Int32(0)
 
 
 def allocate_output(smem: cutlass.utils.SmemAllocator, layout: cute.ComposedLayout, dtype) -> cute.Tensor:
-    """Shared memory of a tile, laid out as the conversion lays out its own."""
+    """Shared memory for a tile of the output, in the conversion's layout."""
     tile = smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
     return tile if cute.rank(tile) == 2 else tile[None, None, 0]
 
@@ -140,20 +140,20 @@ def allocate_output(smem: cutlass.utils.SmemAllocator, layout: cute.ComposedLayo
 def load_output(
     gmem: cute.Tensor, smem: cute.Tensor, tiled_copy: cute.TiledCopy, tidx: Int32, rows: Int32, columns: Int32
 ) -> None:
-    """Start copying the (tile_m, head_dim) tile: there after the caller's next commit, wait and barrier."""
+    """Issue cp.async of a (tile_m, head_dim) tile; the caller commits, waits and synchronises."""
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(), gmem.element_type, num_bits_per_copy=128)
     thread = tiled_copy.get_slice(tidx)
     source, target = thread.partition_S(gmem), thread.partition_D(smem)
-    where = thread.partition_S(cute.make_identity_tensor(gmem.shape))
-    inside = utils.predicate_k(where, limit=columns)
+    coordinates = thread.partition_S(cute.make_identity_tensor(gmem.shape))
+    inside = utils.predicate_k(coordinates, limit=columns)
     for m in cutlass.range(cute.size(source.shape[1]), unroll_full=True):
-        if where[0, m, 0][0] < rows:
+        if coordinates[0, m, 0][0] < rows:
             cute.copy(atom, source[None, m, None], target[None, m, None], pred=inside[None, m, None])
 
 
 @cute.jit
 def wait_for_output() -> None:
-    """Wait for the tile, where the caller copies nothing else into shared memory."""
+    """Commit and await the copies of `load_output`, with a barrier of the CTA."""
     cute.arch.cp_async_commit_group()
     cute.arch.cp_async_wait_group(0)
     cute.arch.barrier()
@@ -161,7 +161,7 @@ def wait_for_output() -> None:
 
 @cute.jit
 def add_output(accum: cute.Tensor, scale: Float32, before: cute.Tensor):
-    """scale * accum + before, fp32; both partitioned alike, in registers and in shared memory."""
+    """scale * accum + before, fp32; accum in registers and before in shared memory have the same partition."""
     held = cute.make_rmem_tensor(before.shape, before.element_type)
     cute.autovec_copy(before, held)
     held = cute.make_tensor(held.iterator, cute.make_layout(accum.shape))

@@ -1,10 +1,10 @@
-"""The query tiles that the CTA of a key tile loops over in SM90 backward for several query heads.
+"""The loop of a key tile's CTA over the query tiles of several query heads in SM90 backward.
 
-Query heads of one key/value head have the same k and v and add to the same dk and dv: a CTA that loops over the query
-tiles of several heads loads k and v and stores dk and dv once. Under a short window, where loops are a few tiles long,
-that pays. All warp roles take all tiles of a head before the next head, so that CTAs of neighbouring key tiles read the
-same queries out of the L2. All tiles are masked: a second loop body costs more than masks do. With block lists, which
-the heads of a CTA share, each head's loop is that of `query_loop`; dq is another kernel's.
+Query heads of one key/value head share k, v, dk and dv: a CTA that loops over several heads loads k and v and stores dk
+and dv once, which pays under a short window, where loops are a few tiles long. All warp roles finish a head before the
+next one, so that CTAs of neighbouring key tiles read the same queries from L2. All tiles are masked: a second loop body
+costs more than masks. With block lists, which the heads of a CTA share, each head's loop is `query_loop`'s; another
+kernel computes dq.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from flash_attn.cute.bwd_sm90.query_loop import QueryLoop, load_queries, multipl
 
 @dataclass(frozen=True)
 class HeadLoop:
-    """Query heads `head` .. `head + heads - 1`, for each the query tiles `begin` .. `end` - 1.
+    """Query heads `head` .. `head + heads - 1`, and query tiles `begin` .. `end` - 1 of each.
 
     backwards: from the last tile to the first.
     """
@@ -31,36 +31,36 @@ class HeadLoop:
     end: Int32
     backwards: bool
 
-    def m_block(self, place: Int32) -> Int32:
-        """The query tile in a place from begin to end - 1."""
-        return self.begin + self.end - 1 - place if self.backwards else place
+    def m_block(self, position: Int32) -> Int32:
+        """The query tile at a position of the loop, begin .. end - 1."""
+        return self.begin + self.end - 1 - position if self.backwards else position
 
 
 @cute.jit
 def load_heads(loop: HeadLoop, state_q, state_do, load_tile: Callable, copies: Callable):
-    """Load the loop's tiles of q and do; k and v with the first of them. Returns the advanced states.
+    """Load the loop's tiles of q and do; k and v with the first. Returns the advanced states.
 
-    copies(head): what load_tile takes by name to load of that head.
+    copies(head): keyword arguments of load_tile for a query head.
     """
     kv_loaded = False
     for head in cutlass.range(loop.head, loop.head + loop.heads, unroll=1):
         load_of_head = partial(load_tile, **copies(head))
-        for place in cutlass.range(loop.begin, loop.end, unroll=1):
-            state_q, state_do = load_of_head(loop.m_block(place), state_q, state_do, load_kv=not kv_loaded)
+        for position in cutlass.range(loop.begin, loop.end, unroll=1):
+            state_q, state_do = load_of_head(loop.m_block(position), state_q, state_do, load_kv=not kv_loaded)
             kv_loaded = True
     return state_q, state_do
 
 
 @cute.jit
 def multiply_heads(loop: HeadLoop, state_q, state_do, multiply: Callable, of_head: dict[str, Callable], mask: Callable):
-    """Multiply the loop's tiles into dk and dv, which have to hold zeros. Returns the advanced states.
+    """Accumulate the loop's tiles into dk and dv, which the caller zeroed. Returns the advanced states.
 
-    of_head: what multiply takes by name, to be given the head. mask: the same.
+    of_head: keyword arguments of multiply, functions that get ``head_idx=``. mask: multiply's mask_fn, likewise.
     """
     for head in cutlass.range(loop.head, loop.head + loop.heads, unroll=1):
         multiply_of_head = _named(multiply, dict(of_head, mask_fn=mask), head)
-        for place in cutlass.range(loop.begin, loop.end, unroll=1):
-            state_q, state_do = multiply_of_head(loop.m_block(place), state_q, state_do)
+        for position in cutlass.range(loop.begin, loop.end, unroll=1):
+            state_q, state_do = multiply_of_head(loop.m_block(position), state_q, state_do)
     return state_q, state_do
 
 
@@ -81,7 +81,7 @@ def load_listed_heads(
 ):
     """`query_loop.load_queries` for `heads` query heads from `head` on; copies as in `load_heads`."""
     for current in cutlass.range(head, head + heads, unroll=1):
-        # All loop over the same tiles: where the first head found one before m_block_max, k and v came with it.
+        # All heads have the same tiles: where the first head has one before m_block_max, it loaded k and v.
         state_q, state_do = load_queries(
             loop, state_q, state_do, partial(load_tile, **copies(current)), m_block_max, current > head
         )
@@ -131,17 +131,17 @@ def add_dq_heads(
 ):
     """`query_loop.add_dq` for the loop's heads and tiles.
 
-    accumulator: of a head. semaphore: [query tiles, 1, heads] counters; with them key tiles add to query tile m_block
-    in the order of rank_of(m_block). by_two: `add` is `ordered_reduction.add_in_order`, which takes the number of the
-    tile too.
+    accumulator(head): of `query_loop.add_dq`. semaphore: [query tiles, 1, heads] counters, for an ordered reduction in
+    which rank_of(m_block) key tiles add to query tile m_block before. by_two: `add` is
+    `ordered_reduction.add_in_order`, which also takes the index of the tile in the CTA.
     """
     number = Int32(0)
     for head in cutlass.range(loop.head, loop.head + loop.heads, unroll=1):
         of_head, counters = accumulator(head), None
         if const_expr(semaphore is not None):
             counters = semaphore[None, None, head]
-        for place in cutlass.range(loop.begin, loop.end, unroll=1):
-            m_block, rank = loop.m_block(place), Int32(0)
+        for position in cutlass.range(loop.begin, loop.end, unroll=1):
+            m_block, rank = loop.m_block(position), Int32(0)
             if const_expr(semaphore is not None):
                 rank = rank_of(m_block)
             if const_expr(by_two):

@@ -1,13 +1,13 @@
-"""Ordered reduction in deterministic backward on SM90: CTAs add to the same dq, or to the same dk and dv, in an order.
+"""Ordered reduction in deterministic backward on SM90: CTAs add to dq, and to dk and dv, in a fixed order.
 
-A counter for each query tile and head, and one for each key tile, says how many have added. Whoever adds waits for the
-counter, lets its copies arrive in memory, and counts up: 2 us from one to the next, the time of a query tile's
-products. Two warps therefore alternate over a CTA's tiles of dq. The tile in shared memory is free as soon as copies
-have read it. A third warp adds dk and dv, which the warpgroups leave where q, v, k and do were: counting up in the
-warpgroups' own code may serialise their products (1.25 times the time).
+A semaphore for each query tile and head, and one for each key tile, counts the CTAs that have added. A CTA waits for
+its rank, awaits its bulk copies, and increments: 2 us per CTA, as long as a query tile's products. So two warps
+alternate over a CTA's tiles of dq; a tile's shared memory is free as soon as copies have read it. A third warp adds dk
+and dv, which the warpgroups stage in the memory of q, v, k and do: a semaphore in the warpgroups' own code may
+serialise their wgmmas (1.25 times the time).
 
-With block lists, and with positions of queries, one warp adds dq, and the warpgroups dk and dv. Key tiles add in the
-order of their launch: a CTA only ever waits for one that was launched before it.
+With block lists, and with positions of queries, one warp adds dq, and the warpgroups add dk and dv. Key tiles add in
+launch order: a CTA only ever waits for one that was launched before it.
 """
 
 import cutlass
@@ -21,7 +21,7 @@ from flash_attn.cute.bwd_sm90 import accumulators
 from flash_attn.cute.named_barrier import NamedBarrierBwd
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
-DQ_WARPS = (1, 2)  # of a CTA; the first one adds its first tile
+DQ_WARPS = (1, 2)  # alternate over a CTA's tiles, from the first warp on
 DKV_WARP = 3
 
 
@@ -33,7 +33,7 @@ def rank_of(
     n_block: Int32,
     m_block: Int32,
 ) -> Int32:
-    """The number of key tiles that add to the dq of query tile m_block before n_block does."""
+    """The number of key tiles that add to the dq of query tile m_block before n_block."""
     begin, end = block_info.get_n_block_min_max(seqlen, m_block)
     rank = n_block - begin
     if const_expr(last_keys_first):
@@ -41,21 +41,21 @@ def rank_of(
     return rank
 
 
-def own_place() -> Int32:
-    """0 or 1: which of the two warps this one is."""
+def dq_warp_index() -> Int32:
+    """Index of this warp in DQ_WARPS."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - DQ_WARPS[0]
 
 
 def full_barrier(part: int | Int32, number: Int32) -> Int32:
-    """The barrier of warpgroup `part` for a CTA's number-th tile, number modulo 2, being in shared memory."""
+    """Barrier: warpgroup `part` has staged a tile of parity `number` (0 or 1) of its CTA."""
     odd = int(NamedBarrierBwd.dQFullOddWG0) - int(NamedBarrierBwd.dQFullWG0)
     return int(NamedBarrierBwd.dQFullWG0) + part + number * odd
 
 
 @cute.jit
 def free_first(parts: cutlass.Constexpr[int], threads_per_part: cutlass.Constexpr[int]) -> None:
-    """Let warpgroups stage their first tile."""
-    if own_place() == 1:
+    """Release the staging buffer, for the warpgroups' first tile."""
+    if dq_warp_index() == 1:
         for part in cutlass.range_constexpr(parts):
             _free(part, threads_per_part)
 
@@ -73,12 +73,12 @@ def add_in_order(
     m_block: Int32,
     rank: Int32,
 ) -> None:
-    """Add a CTA's number-th tile, the dq of query tile m_block, to the accumulator once `rank` others have.
+    """Add the dq of query tile m_block, its CTA's number-th, to the accumulator after `rank` other key tiles.
 
     staged: [part size, parts] in shared memory. accumulator: [(part size, parts), query tiles]. counters: [query
-    tiles, 1], zero at launch. first_stores: what adds first stores instead.
+    tiles, 1], zero at launch. first_stores: rank 0 stores instead of adding.
     """
-    if number % 2 == own_place():
+    if number % 2 == dq_warp_index():
         counter = counters[(m_block, None)].iterator
         _wait(counter, rank)
         for part in cutlass.range_constexpr(parts):
@@ -107,7 +107,7 @@ def _free(part: int, threads_per_part: int) -> None:
 
 @cute.jit
 def stage(acc: cute.Tensor, staged: cute.Tensor, tidx: Int32, threads_per_part: cutlass.Constexpr[int]) -> None:
-    """Write a warpgroup's part of dk or dv to shared memory: [part size, parts]."""
+    """Write a warpgroup's rows of dk or dv to shared memory: [part size, parts]."""
     parts = cute.size(staged, mode=[1])
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
     copy = cute.make_tiled_copy_tv(atom, cute.make_layout((threads_per_part, parts)), cute.make_layout(4))
@@ -116,7 +116,7 @@ def stage(acc: cute.Tensor, staged: cute.Tensor, tidx: Int32, threads_per_part: 
 
 
 def staged_all(threads: int) -> None:
-    """Tell the warp that adds dk and dv that they are staged; all threads that stage them call it."""
+    """Signal DKV_WARP that dk and dv are staged; called by all threads that stage them."""
     cute.arch.fence_view_async_shared()
     cute.arch.barrier_arrive(barrier_id=int(NamedBarrierBwd.dKVFull), number_of_threads=threads + cute.arch.WARP_SIZE)
 
@@ -129,7 +129,7 @@ def add_dkv_in_order(
     counter: cute.Pointer,
     rank: Int32,
 ) -> None:
-    """Add dk and dv of a key tile to their accumulators once `rank` others have; `threads` stage them."""
+    """Add dk and dv of a key tile, staged by `threads` threads, to their accumulators after `rank` other CTAs."""
     cute.arch.barrier(barrier_id=int(NamedBarrierBwd.dKVFull), number_of_threads=threads + cute.arch.WARP_SIZE)
     _wait(counter, rank)
     with cute.arch.elect_one():

@@ -1,13 +1,13 @@
-"""The query tiles that the CTA of a key tile loops over in block-sparse backward on SM90.
+"""The loop of a key tile's CTA over query tiles in block-sparse backward on SM90.
 
-All warp roles of a CTA loop over the same tiles in the same order: one loads q and do, the warpgroups multiply, one
-adds dq to memory. Mask and full blocks are one loop, and each entry says which of the two it is. An entry is read while
-the one before it is worked on. Without a plan a CTA loops over the whole list of a key tile and query head; a plan
-(`backward_plan`) has work tiles instead, ranges of such lists in any order.
+All warp roles of a CTA loop over the same tiles in the same order: one warp loads q and do, the warpgroups multiply,
+one warp adds dq to global memory. Mask and full blocks are one loop, and each entry says which of the two it is. The
+next entry is prefetched. Without a plan a CTA loops over the whole list of a key tile and query head; with a plan
+(`backward_plan`) over a work tile, a range of such a list.
 
 A block may hold several of the kernel's tiles; tiles past the end of the queries are skipped. In deterministic mode an
-entry also has a semaphore value, how many key tiles add to the dq of these queries first, and entries come in the order
-of `write_order.sorted_entries`.
+entry has a semaphore value, the number of key tiles that add to the dq of its query block before, and entries are in
+the order of `write_order.sorted_entries`.
 """
 
 from dataclasses import dataclass
@@ -26,32 +26,32 @@ from flash_attn.cute.named_barrier import NamedBarrierBwd
 
 @dataclass(frozen=True)
 class PlanTile:
-    """A work tile of a plan, for one CTA: entries `begin` .. `end` - 1 of a key tile's loop."""
+    """A work tile of a plan, for one CTA: entries `begin` .. `end` - 1 of a key tile's list."""
 
     batch: Int32
     head: Int32
     n_block: Int32
     begin: Int32
     end: Int32
-    rank: Int32  # how many other work tiles add to the same dk and dv first
-    start: Optional[Int64] = None  # where a row of ragged lists starts
+    rank: Int32  # number of work tiles that add to the same dk and dv before
+    start: Optional[Int64] = None  # offset of the row's first entry in ragged lists
 
     @staticmethod
-    def read(tensors: Optional[BlockSparseTensors], place: Int32) -> "Optional[PlanTile]":
-        """The work tile that is launched in this place; None without a plan."""
+    def read(tensors: Optional[BlockSparseTensors], launch_index: Int32) -> "Optional[PlanTile]":
+        """The work tile of a launch index; None without a plan."""
         if tensors is None or tensors.plan is None:
             return None
         start = None
         if len(tensors.mask_block_idx.shape) == 1:
-            low, high = (tensors.plan[place, field] for field in (6, 7))
+            low, high = (tensors.plan[launch_index, field] for field in (6, 7))
             start = (Int64(high) << 32) | Int64(Uint32(low))
-        return PlanTile(*(tensors.plan[place, field] for field in range(6)), start)
+        return PlanTile(*(tensors.plan[launch_index, field] for field in range(6)), start)
 
 
 @dataclass(frozen=True)
 class QueryLoop:
-    """The tiles `begin` .. `end` - 1 of one key tile's loop. `flagged`: an entry is 2 * block + is_full;
-    otherwise it is a block, and full blocks have a list of their own that is looped over after the first."""
+    """Query tiles `begin` .. `end` - 1 of a key tile's list. `flagged`: `mask_idx` has mask and full blocks, as
+    2 * block + is_full; else only mask blocks, and full blocks follow in `full_idx`."""
 
     begin: Int32
     end: Int32
@@ -72,7 +72,7 @@ class QueryLoop:
         flagged: bool,
         plan_tile: Optional[PlanTile] = None,
     ) -> "QueryLoop":
-        """flagged: see the class. work tile: what a plan deals out of the loop."""
+        """flagged: see the class. plan_tile: limits the loop to its entries."""
         start = None if plan_tile is None else plan_tile.start
         row = find_row(tensors, tensors.cu_total_n_blocks, batch, head, n_block, start)
         count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
@@ -89,18 +89,18 @@ class QueryLoop:
 
     @property
     def has_full(self) -> bool:
-        """True if some entries may be full: known when the kernel is compiled."""
+        """True if entries may be full blocks, known at compile time."""
         return self.flagged or self.full_idx is not None
 
     @cute.jit
     def entry(self, tile: Int32) -> Int32:
-        """2 * block + is_full for the tile-th tile of the loop, or for its last one."""
-        place = cutlass.min(tile, self.end - 1) // self.subtiles
+        """2 * block + is_full for tile `tile` of the loop; past its end, for the last one."""
+        position = cutlass.min(tile, self.end - 1) // self.subtiles
         entry = Int32(0)
         if const_expr(self.flagged):
-            entry = self.mask_idx[place]
+            entry = self.mask_idx[position]
         else:
-            entry = entry_at(place, self.mask_count, self.mask_idx, self.full_idx)
+            entry = entry_at(position, self.mask_count, self.mask_idx, self.full_idx)
         return entry
 
     def m_block(self, entry: Int32, tile: Int32) -> Int32:
@@ -112,7 +112,7 @@ class QueryLoop:
 
 @cute.jit
 def load_queries(loop: QueryLoop, state_q, state_do, load_tile: Callable, m_block_max: Int32, kv_loaded=False):
-    """Load the loop's tiles of q and do; k and v with the first of them, if not before. Returns the advanced states."""
+    """Load the loop's tiles of q and do; k and v with the first, unless `kv_loaded`. Returns the advanced states."""
     coming = loop.entry(loop.begin)
     for tile in cutlass.range(loop.begin, loop.end, unroll=1):
         m_block = loop.m_block(coming, tile)
@@ -134,11 +134,11 @@ def multiply_queries(
     sees_all: Callable,
     m_block_max: Int32,
 ):
-    """Multiply the loop's tiles into dk and dv, which have to hold zeros. Returns the advanced states.
+    """Accumulate the loop's tiles into dk and dv, which the caller zeroed. Returns the advanced states.
 
-    mask_listed, mask_full: masks for the two kinds of entries; mask_full is None where both have the
-    same. sees_all(m_block): whether neither the end of the keys nor the causal edge hides a pair of
-    the tile, so that a full one needs no mask at all.
+    mask_listed, mask_full: masks for mask blocks and for full blocks; mask_full is None where both have the same.
+    sees_all(m_block): neither the end of the keys nor the causal edge hides a pair of the tile, so that a full block
+    needs no mask.
     """
     coming = loop.entry(loop.begin)
     for tile in cutlass.range(loop.begin, loop.end, unroll=1):
@@ -165,10 +165,10 @@ def multiply_queries(
 def add_dq(
     loop: QueryLoop, add: Callable, accumulator: cute.Tensor, semaphore: Optional[cute.Tensor], m_block_max: Int32
 ):
-    """Add the dq of the loop's tiles to the accumulator in memory, as the warpgroups stage them.
+    """Add the dq of the loop's tiles, staged by the warpgroups, to the accumulator in global memory.
 
-    add: `add_tile`, without what differs between tiles. accumulator: [(part size, parts), query tiles]. semaphore:
-    [query tiles, 1] counters, zero at launch; with them the tiles are added in the order of their semaphore values.
+    add: `add_tile` with its first arguments bound. accumulator: [(part size, parts), query tiles]. semaphore: [query
+    tiles, 1] counters, zero at launch, for an ordered reduction by semaphore value; None: in any order.
     """
     ordered = const_expr(semaphore is not None)
     coming, lock_coming = loop.entry(loop.begin), Int32(0)
@@ -194,13 +194,13 @@ def add_tile(
     m_block: Int32,
     lock: Int32,
 ):
-    """Add the dq of one query tile, with a semaphore once `lock` others have added theirs.
+    """Add the dq of one query tile; with a semaphore, after `lock` other key tiles.
 
     staged: [part size, parts] in shared memory.
     """
     ordered, lane = const_expr(semaphore is not None), cute.arch.lane_idx()
     for part in cutlass.range_constexpr(parts):
-        if const_expr(not ordered):  # otherwise all adding has ended before
+        if const_expr(not ordered):  # an ordered reduction waits for its copies below
             cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
         cute.arch.barrier_arrive(
             barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part, number_of_threads=threads_per_part + cute.arch.WARP_SIZE

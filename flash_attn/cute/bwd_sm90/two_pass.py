@@ -3,10 +3,10 @@
 Under a window (`gqa_loop`) a CTA that loops over more heads loads k and v, and stores dk and dv, less often. But there
 are fewer CTAs, and the last of them leave multiprocessors idle for longer.
 
-Block-sparse backward in one pass adds its parts of dq to fp32 memory, which bounds it where lists are sparse and has to
-be ordered where bits have to repeat. In two passes the first is that kernel without dq, and the second
-(`bwd_dq/interface`) stays on a block of queries, reads the lists of forward and stores dq in its own dtype: no
-order of adds, no semaphore values. docs/block_sparsity.md has the times behind the rule.
+Block-sparse backward in one pass reduces dq in fp32 global memory, which bounds it where lists are sparse and takes an
+ordered reduction where bits have to repeat. In two passes the first is that kernel without dq, and the second
+(`bwd_dq/interface`) is query-stationary, reads forward lists and stores dq in its own dtype: no ordered reduction, no
+semaphore values. docs/block_sparsity.md has the times behind the rule.
 """
 
 import math
@@ -20,13 +20,14 @@ from flash_attn.cute.bwd_dq import spec as dq_spec
 from flash_attn.cute.bwd_dq.interface import ACCUM_TILE, backward_dq, lists_of_queries  # noqa: F401 - callers'
 from flash_attn.cute.fwd_sm90.persistence import capacity
 from flash_attn.cute.lists import tiling
+from flash_attn.cute.lists.deterministic_lists import SM90
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.shared_backward import BackwardLayout
 
 # Fixed cost of a CTA, in units of one query tile: loading k and v, storing dk and dv.
 AROUND_TILES = 2.9
-# Of the time, that looping over several heads has to save.
+# Least fraction of the time that looping over several heads has to save.
 LEAST_SAVING = 0.02
 
 
@@ -43,8 +44,7 @@ def window_heads_per_cta(
     """Query heads of one key/value head that a CTA loops over, in a call without lists.
 
     window: (left, right); None: without an end on this side. tokens: (queries, keys) of a sequence, packed: of all.
-    batch: how many sequences of as many tokens there are, packed: 1. heads: (Hq, Hkv). tile: queries and keys of the
-    kernel's.
+    batch: sequences, all of that length; packed: 1. heads: (Hq, Hkv). tile: the kernel's (tile_m, tile_n).
     """
     if window == (None, None):
         return 1
@@ -62,20 +62,19 @@ def window_time(ctas: int, tiles: int, sms: int) -> float:
     return -(-ctas // sms) * (AROUND_TILES + tiles)
 
 
-SM90 = 9  # arch // 10
 OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself
 LOOPS_OVER_GROUP: Optional[bool] = None  # what `loops_over_group` says; None: by its rule. For tests and measurements
-MOST_BLOCKS = 24  # capacity of a row of forward lists, up to which two passes by groups are faster than one
-FEW_BLOCKS = 8  # the same, up to which they are faster head by head too: with a plan, or with lists per query head
-LEAST_LOOPS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
+MOST_GROUP_ENTRIES = 24  # capacity of a forward row up to which two passes with loops over groups are faster than one
+MOST_HEAD_ENTRIES = 8  # capacity up to which two passes are faster head by head (with a plan, or lists per query head)
+LEAST_LOOPS = 3  # least ratio of the work per multiprocessor to that of a group's longest list
 
 
 def loops_over_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
     """True if a CTA loops over a key block's list for all query heads of a key/value head, in a call without a plan.
 
-    k and v are then loaded once, and dk and dv stored without accumulators. But the longest list is one CTA's for the
-    whole group. How long it is, and how much work there is, follows from the shapes of the lists alone. Lists without
-    tensors, of which only the block size is known yet, say neither.
+    k and v are then loaded once, and dk and dv stored without accumulators. But one CTA then loops over the longest
+    list for the whole group. Its length and the total work are estimated from the lists' shapes. False for lists
+    without tensors, of which only the block size is known yet.
     """
     Hq, Hkv = q.shape[-2], v.shape[-2]
     if backward.mask_block_cnt is None:
@@ -105,9 +104,8 @@ def use_split_dq(
 ) -> bool:
     """True if a call of backward computes dq in a pass of its own.
 
-    passes: 1 or 2 where the caller says so; None for what the backward lists say in their field of that name, or the
-    faster way if they do not. forward, backward: the block lists of both directions. alone: arguments that one pass
-    alone can do with, where they are given.
+    passes: 1 or 2; None: `passes` of the backward lists, or the faster number if that is None too. forward, backward:
+    block lists of both directions. alone: arguments that only one pass supports, None where they are not given.
     """
     if passes is None and backward is not None:
         passes = backward.passes
@@ -123,7 +121,7 @@ def use_split_dq(
         if deterministic or backward.plan_per_group or (backward.block_size or tiling.DENSE_BLOCK)[1] == 64:
             return True
         rows = capacity(forward)
-        return rows <= FEW_BLOCKS or (rows <= MOST_BLOCKS and loops_over_group(forward, backward, q, v))
+        return rows <= MOST_HEAD_ENTRIES or (rows <= MOST_GROUP_ENTRIES and loops_over_group(forward, backward, q, v))
     if given:
         raise ValueError(f"{given[0]} cannot be given together with passes=2")
     if reason is not None:
@@ -148,9 +146,9 @@ def _unsupported(arch: int, q: torch.Tensor, v: torch.Tensor, forward: Any, back
 
 
 def lists_of_keys(arch: int, lists: Any, **alone: Any) -> Any:
-    """The lists of a backward pass that leaves dq out: nothing in them is ordered by what is added to dq.
+    """Backward lists for a pass that leaves dq out: without semaphore values, unless a plan was made of them.
 
-    lists: backward lists, the call's `block_sparse_tensors`. alone: arguments that come with dq only.
+    lists: backward lists, the call's `block_sparse_tensors`. alone: arguments that only calls with dq may have.
     """
     if arch // 10 != SM90 or lists is None:
         given = "without block lists" if lists is None else f"on sm_{arch}"
@@ -158,7 +156,7 @@ def lists_of_keys(arch: int, lists: Any, **alone: Any) -> Any:
     for name, value in alone.items():
         if value is not None:
             raise ValueError(f"{name} cannot be given together with without_dq=True")
-    if lists.plan is not None:  # its entries may say by themselves whether they are full: the order is their mark
+    if lists.plan is not None:  # its dq_write_order says that entries are 2 * block + is_full
         return lists
     return lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
 
@@ -177,9 +175,9 @@ def heads_per_cta(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor,
 
 @lru_cache(maxsize=1024)
 def rows_for_both(layout: BackwardLayout) -> BackwardLayout:
-    """The layout of a pass without dq, with rows and accumulator of the queries as both passes can do with them.
+    """The layout of a pass without dq, with row sums and a dq accumulator that both passes can read.
 
-    Sequences start at multiples of the first pass's tile and of the second one's 64 rows, and dq lies as the second
-    pass keeps it.
+    Packed sequences start at a common multiple of the first pass's tile and the second one's 64 rows; dq has the second
+    pass's tile layout.
     """
     return replace(layout, dq=replace(layout.dq, start=math.lcm(layout.dq.start, tiling.ROWS), tile=ACCUM_TILE))

@@ -1,1 +1,1 @@
-"""The compressed-causal mask, and how Hopper's kernels split work under it."""
+"""The compressed-causal mask, and the tiles and query splits of SM90 kernels under it."""

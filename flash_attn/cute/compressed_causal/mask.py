@@ -1,9 +1,9 @@
 """Compressed-causal masking: key j is visible to query t iff j * factor + offset <= t.
 
 Key j stands for the tokens up to j * factor + offset. Positions count from each sequence's start, in packed sequences
-too; offsets may be negative, for queries that are the last of a longer context, also by sequence on the device
-(q_offset). Visible keys are a prefix of the keys and visible rows a suffix of the rows, so the tiles to visit are
-ranges. Kernels take factor and offset as run-time values: one compiled kernel serves them all.
+too; offsets may be negative, for queries that are the last of a longer context, or given per sequence on the device
+(q_offset). Visible keys are a prefix and visible rows a suffix, so the tiles to visit are ranges. Factor and offset are
+run-time values of a kernel: one compilation serves them all.
 """
 
 from numbers import Integral
@@ -13,30 +13,30 @@ import cutlass
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute import FastDivmodDivisorV2
 
-# Row and key arithmetic is 32-bit: a tile's worth of keys times the factor has to fit beside a row.
+# Row and key arithmetic is 32-bit: a tile of keys times the factor, plus a row, has to fit.
 MAX_FACTOR = 1 << 22
 MAX_OFFSET = 1 << 29
 
 
 class CompressArgs(NamedTuple):
-    """Factor and offset on their way into a compiled kernel."""
+    """Factor and offset as arguments of a compiled kernel."""
 
     factor: int | Int32
     offset: int | Int32
 
     def traced(self) -> "CompressArgs":
-        """The same as an example argument for the compiler: run-time values, not constants."""
+        """Int32 values as an example argument for the compiler, which would make constants of ints."""
         return CompressArgs(Int32(self.factor), Int32(self.offset))
 
     def of_last(self, queries: int, keys: int) -> "CompressArgs":
-        """The same for queries that are the last of all tokens that keys stand for, where the host does not know."""
+        """Arguments if queries are the last of keys * factor tokens: an estimate where q_offset is on the device."""
         return self._replace(offset=self.offset - max(0, keys * self.factor - queries))
 
 
 def compression(causal: bool, factor: int, offset: int, by_sequence: bool = False) -> Optional[CompressArgs]:
-    """The arguments as the kernels take them; None for (1, 0), which is the path without compression.
+    """Check factor and offset, and make kernel arguments of them; None for (1, 0), plain causal masking.
 
-    by_sequence: causal queries have an offset for each sequence, also with (1, 0), where they are counted from 0 then.
+    by_sequence: queries have an offset per sequence (q_offset), which needs arguments for (1, 0) too if causal.
 
     Raises:
         TypeError, ValueError: the pair is not two integers in range, or is not (1, 0) without causal=True.
@@ -81,22 +81,22 @@ def refuse_unsupported(compress: Optional[CompressArgs], arch: int, **asked: boo
 
 
 class CompressedCausal(NamedTuple):
-    """Factor and offset inside a kernel; BlockInfo and AttentionMask ask it for their limits."""
+    """Factor and offset inside a kernel, from which BlockInfo and AttentionMask compute their limits."""
 
-    divisor: FastDivmodDivisorV2  # by factor; carries the factor itself too
+    divisor: FastDivmodDivisorV2  # by the factor, which it holds too
     offset: Int32
-    shares: tuple = ()  # SM90 backward's `QueryShares`, where several CTAs share a key tile
+    shares: tuple = ()  # SM90 backward's `QueryShares`, where several CTAs split a key tile's queries
 
     @staticmethod
     def create(compress: Optional[CompressArgs], shares: Optional[tuple] = None) -> Optional["CompressedCausal"]:
-        """On the host, once a launch; None stays None."""
+        """Made in the host function of a kernel, once per launch; None stays None."""
         if compress is None:
             return None
         divisor = FastDivmodDivisorV2(Int32(compress.factor))
         return CompressedCausal(divisor, Int32(compress.offset), shares if shares is not None else ())
 
     def of(self, seqlen: Any) -> "CompressedCausal":
-        """The same for the rows of a sequence (`SeqlenInfoQK`), which may have an offset of its own."""
+        """The mask for the rows of a sequence (`SeqlenInfoQK`): its q_offset, if any, is subtracted."""
         if const_expr(seqlen.q_offset is None):
             return self
         return self._replace(offset=self.offset - seqlen.q_offset)
@@ -106,17 +106,16 @@ class CompressedCausal(NamedTuple):
         return Int32(self.divisor.divisor)
 
     def keys_seen_by(self, row: Int32) -> Int32:
-        """Number of keys that query `row` sees, were there no end of the keys: it sees 0 .. this - 1.
+        """Number of keys that query `row` sees, 0 .. number - 1, without regard to the sequence's end.
 
-        Adding the factor before dividing adds 1, and keeps what a row before the first visible key gives from being
-        negative.
+        The factor is added before the division, and the sum clamped at 0, so that the dividend is never negative.
         """
         return cutlass.max(row - self.offset + self.factor, 0) // self.divisor
 
     def first_row_seeing(self, key: Int32, at_most: Int32) -> Int32:
-        """The first query that sees `key`, negative where even earlier ones would, or `at_most` where that is less.
+        """min(key * factor + offset, at_most), the first query that sees `key`; may be negative.
 
-        Keys may reach so far beyond those that any row sees that their rows do not fit 32 bits.
+        In 64 bits, since keys that no row sees may overflow 32.
         """
         row = Int64(key) * Int64(self.factor) + Int64(self.offset)
         return Int32(cutlass.min(row, Int64(at_most)))

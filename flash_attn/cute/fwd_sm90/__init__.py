@@ -1,1 +1,1 @@
-"""Parts of Hopper's forward that upstream does not have: persistent CTAs, two blocks a step, masks at edges only."""
+"""Parts of SM90 forward that upstream does not have: persistent CTAs, two blocks per step, masks at edges only."""

@@ -1,9 +1,9 @@
-"""Log-sum-exps of each block that a token lists, written by forward over unions of tokens' lists (`lists.query_bits`).
+"""Log-sum-exp of each block that a token lists, written by forward over unions of tokens' lists (`lists.query_bits`).
 
-A call asks for them with ``aux_tensors=[sums]`` and without a mask_mod: fp32 [tokens of all sequences, key/value heads,
-blocks * query heads of a group], contiguous. A row writes those of its own blocks, of 64 keys or of the parts that an
-entry has bits for, in the order of its list and in base 2: log2 of the sum of exp2(score * log2(e)). With the row's
-log-sum-exp they are the block's share of the probabilities.
+Requested by ``aux_tensors=[sums]`` without a mask_mod: fp32 [tokens of all sequences, key/value heads, blocks * query
+heads of a group], contiguous. A row writes one value per listed block of 64 keys, or per part of one that entries have
+bits for, in the order of its list and in base 2: log2 of the sum of exp2(score * log2(e)). Minus the row's log-sum-exp
+in base 2 it is log2 of the block's share of the probabilities.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Log-sum-exps of blocks that a warpgroup writes of a tile.
+    """Writes the log-sum-exps of blocks for a warpgroup's rows of a tile.
 
-    written: int32 [1], blocks so far of the row that the thread writes: its second one in odd lanes.
+    written: int32 [1], blocks written so far of this thread's output row: its first row in even lanes, second in odd.
     """
 
     sums: cute.Tensor
@@ -37,7 +37,7 @@ class BlockSums:
 
     @staticmethod
     def of(mask: KeyMask) -> Optional[BlockSums]:
-        """At the begin of a tile; None if the call does not ask."""
+        """For a new tile; None if the call does not request the sums."""
         if mask.aux_data.tensors is None or mask.mask_mod is not None:
             return None
         written = cute.make_rmem_tensor(1, Int32)
@@ -46,7 +46,7 @@ class BlockSums:
 
     @cute.jit
     def write(self, probabilities: cute.Tensor, words: tuple[Int32, ...], softmax: UnionSoftmax) -> None:
-        """Write the sums of the entry with these words, whose probabilities `softmax` has just computed."""
+        """Write the sums of the entry with bits `words`, whose probabilities `softmax` has just computed."""
         mask = self.mask
         if softmax.any_row([softmax.hidden[r] == 0.0 for r in range(ROWS_OF_THREAD)]):
             P, parts = layout_utils.reshape_acc_to_mn(probabilities), mask.parts(words)
@@ -63,7 +63,7 @@ class BlockSums:
                 total += cute.arch.shuffle_sync_bfly(total, 2)
                 if mask.has_bit(parts[i], self.row):
                     if mask.thread % 4 < ROWS_OF_THREAD:
-                        column = self.written[0] * mask.packed + mask.place(self.row) % mask.packed
+                        column = self.written[0] * mask.packed + mask.packed_row(self.row) % mask.packed
                         self.sums[token, mask.head, column] = cute.math.log2(total, fastmath=True) + top
                     self.written[0] += 1
 

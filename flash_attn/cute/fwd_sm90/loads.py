@@ -1,9 +1,9 @@
-"""Loop over a query tile's key blocks and loads of it, in the dq pass and in forward by `two_block_steps`.
+"""The loop over a query tile's key blocks, and its TMA loads, in the dq pass and in forward by `two_block_steps`.
 
-All warps of a CTA loop over the same blocks in the same order: mask blocks, then full ones. A step is `STEP` keys: one
-block of 128, or two of 64 that need not be neighbours; one block of 64 in forward by `own_blocks`. Where the last
-step's second block is missing, the first is loaded once more and hidden by the mask. Tiles of q and do go to a
-warpgroup, blocks of k and v to their part of a stage; a caller binds a loader to a tile and calls it for each step.
+All warps of a CTA loop over the same blocks in the same order: mask blocks, then full ones. A step is `STEP` keys:
+one block of 128, or two of 64 that need not be neighbours; one block of 64 in forward by `own_blocks`. Where the last
+step lacks a second block, its first is loaded twice and masked. A warpgroup has a slot for its rows of q and do, a
+block of k or v is a part of a stage; a caller makes a loader for a tile and calls it for each step.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from flash_attn.cute.lists.rows import entry_at, find_row
 from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
-NOWHERE = 1 << 30  # a key past the end of every sequence
+NOWHERE = 1 << 30  # a key index past the end of every sequence
 
 
 @dataclass(frozen=True)
 class KeyLoop:
-    """The entries of one row of forward lists: `mask_count` mask blocks, then full ones, `count` in all."""
+    """The entries of a row of forward lists: `mask_count` mask blocks, then full blocks, `count` in all."""
 
     count: Int32
     mask_count: Int32
@@ -47,7 +47,7 @@ class KeyLoop:
         words_per_entry: int = 0,
         step: int = STEP,
     ) -> "KeyLoop":
-        """block: of queries, in its sequence. words_per_entry: of `mask_block_bits`; with them all are mask blocks."""
+        """block: query block in its sequence. words_per_entry: of `mask_block_bits`; with bits all are mask blocks."""
         row = find_row(tensors, tensors.cu_total_m_blocks, batch, head, block)
         mask_count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
         if words_per_entry:
@@ -60,7 +60,7 @@ class KeyLoop:
 
     @property
     def parts(self) -> int:
-        """Blocks of a step."""
+        """Blocks per step."""
         return self.step // self.block_k
 
     @property
@@ -69,10 +69,10 @@ class KeyLoop:
 
     @cute.jit
     def entry(self, step: Int32, part: cutlass.Constexpr[int]) -> Int32:
-        """2 * block + is_full for a part of a step; past the loop's end, for its last block."""
-        return entry_at(self._place(step, part), self.mask_count, self.mask_idx, self.full_idx)
+        """2 * block + is_full for the part-th block of a step; past the end of the loop, for its last block."""
+        return entry_at(self._position(step, part), self.mask_count, self.mask_idx, self.full_idx)
 
-    def _place(self, step: Int32, part: int) -> Int32:
+    def _position(self, step: Int32, part: int) -> Int32:
         return cutlass.min(step * self.parts + part, self.count - 1)
 
     def entries(self, step: Int32) -> tuple[Int32, ...]:
@@ -80,19 +80,19 @@ class KeyLoop:
         return tuple(self.entry(step, part) for part in range(self.parts))
 
     def words(self, step: Int32, part: int) -> tuple[Int32, ...]:
-        """Bits of a part of a step, `words_per_entry` of them; past the loop's end, of its last block.
+        """The `words_per_entry` words of bits of the part-th block of a step; past the end, of the last block.
 
-        Bit j % 32 of word j // 32 says that the j-th token with rows in the tile lists the block.
+        Bit j % 32 of word j // 32: the j-th token with rows in the tile lists the block.
         """
-        place = self._place(step, part)
-        return tuple(self.bits[place, word] for word in range(self.words_per_entry))
+        position = self._position(step, part)
+        return tuple(self.bits[position, word] for word in range(self.words_per_entry))
 
     def all_words(self, step: Int32) -> tuple[tuple[Int32, ...], ...]:
         """`words` for all parts of a step."""
         return tuple(self.words(step, part) for part in range(self.parts))
 
     def first_key(self, entry: Int32, step: Int32, part: int) -> Int32:
-        """The part's first key in the sequence; `NOWHERE` for a block that is missing."""
+        """The block's first key in the sequence; `NOWHERE` where a step has no part-th block."""
         key = (entry >> 1) * self.block_k
         if part == 0:
             return key
@@ -103,7 +103,7 @@ TmaTensor = tuple[cute.CopyAtom, cute.Tensor]
 
 
 def tma_pipelines(barriers: cute.Pointer, sizes: list[tuple[int, int, int]]) -> list[pipeline_custom.PipelineTmaAsync]:
-    """Pipelines of TMA loads, whose barriers follow one another; each of (stages, consumer warps, bytes of a stage)."""
+    """TMA pipelines with contiguous barriers. sizes: (stages, consumer warps, bytes per stage) of each."""
     pipelines, at = [], 0
     for stages, consumers, tx_count in sizes:
         producer, consumer = (pipeline.CooperativeGroup(pipeline.Agent.Thread, size) for size in (1, consumers))
@@ -118,7 +118,7 @@ def tma_pipelines(barriers: cute.Pointer, sizes: list[tuple[int, int, int]]) -> 
 
 
 class TileCoord(NamedTuple):
-    """A tile: its batch (packed: sequence), query head, and number in its sequence."""
+    """Tile coordinates: batch (packed: sequence), query head, and query tile of its sequence."""
 
     batch: Int32
     head: Int32
@@ -126,12 +126,12 @@ class TileCoord(NamedTuple):
 
 
 def query_loader(
-    tma: TmaTensor, staged: cute.Tensor, slots: pipeline_custom.PipelineTmaAsync, seqlen: SeqlenInfoQK, place: TileCoord
+    tma: TmaTensor, staged: cute.Tensor, slots: pipeline_custom.PipelineTmaAsync, seqlen: SeqlenInfoQK, coord: TileCoord
 ) -> Callable[[Int32], None]:
-    """For a tile of q or do, [T, D, Hq, B] (packed [total, D, Hq]): the rows of each warpgroup go into its slot."""
+    """A function that loads a tile of q or do, [T, D, Hq, B] (packed [total, D, Hq]), 64 rows to a warpgroup's slot."""
     atom, mX = tma
     warpgroups = cute.size(staged, mode=[2])
-    gX = seqlen.offset_batch_Q(mX, place.batch, dim=3)[None, None, place.head]
+    gX = seqlen.offset_batch_Q(mX, coord.batch, dim=3)[None, None, coord.head]
     gX = cute.local_tile(gX, (ROWS, cute.size(staged, mode=[1])), (None, 0))
     copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), gX, staged)
 
@@ -139,7 +139,7 @@ def query_loader(
         for part in range(warpgroups):
             slots.producer_acquire_w_index_phase(Int32(part), phase)
             barrier = slots.sync_object_full.get_barrier(part)
-            copy(src_idx=place.m_block * warpgroups + part, dst_idx=part, tma_bar_ptr=barrier)
+            copy(src_idx=coord.m_block * warpgroups + part, dst_idx=part, tma_bar_ptr=barrier)
 
     return load
 
@@ -154,9 +154,9 @@ def key_loader(
     box: tuple[int, int],
     page_table: Optional[cute.Tensor] = None,
 ) -> Callable[[tuple[Int32, ...], pipeline.PipelineState], None]:
-    """For a step's entries of k or v, [S, D, Hkv, B] (packed [total, D, Hkv]): each goes into its part of the stage.
+    """A function that loads a step's blocks of k or v, [S, D, Hkv, B] (packed [total, D, Hkv]), into parts of a stage.
 
-    box: keys of a block, and head dimensions that are loaded at a time (`box_columns`).
+    box: (keys of a block, `box_columns`).
     page_table: int32 [B, n]: k or v is [page, D, Hkv, pages], and a page is a multiple of the block.
     """
     atom, mX = tma

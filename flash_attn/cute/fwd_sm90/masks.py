@@ -1,17 +1,16 @@
-"""Masks of scores in forward over block lists, and in the dq pass: at edges only.
+"""Masks of scores in forward over block lists and in the dq pass, applied at edges only.
 
-`KeyMask` (SM90's steps of two blocks, the dq pass): the 64 queries of a warpgroup against a key block, in wgmma's
+`KeyMask` (SM90's steps of two blocks, the dq pass): the 64 rows of a warpgroup against a key block, in wgmma's
 registers: a thread holds two rows, 8 apart, and of every 8 columns two neighbouring ones. The end of the keys, the
-causal edge and a window leave a range of keys to each row, so a row of registers is masked with the bits of one word.
-`sees_all` is the same for all threads of a warpgroup: a block without an edge costs a comparison or two.
+causal edge and a window leave each row a range of keys, so its registers are masked by the bits of one word.
+`sees_all` is uniform over a warpgroup: a block without an edge costs a comparison or two.
 
-`TailMask` (every other forward, SM100's too): the block that the sequence ends in can be any entry of a list. Its
-number tells, uniformly over the CTA, and other blocks pay for nothing else.
+`TailMask` (every other forward, SM100's too): the block in which the sequence ends can be any entry of a list; its
+index is compared, uniformly over the CTA.
 
-A branch around a step's mask stands between the products in flight and the softmax, and costs 6 to 10 % of the time. So
-`loop_over_list` branches where nothing is in flight: around the loop, where only the end of the keys could hide some of
-them (none, if all sequences have one length that ends with a block), or around a step (`OpenStep`), with causal or a
-window.
+A branch around a step's mask is between the products in flight and the softmax, and costs 6 to 10 % of the time. So
+`loop_over_list` branches where nothing is in flight: around the loop, if only the end of the keys is masked (never, if
+all sequences have one length that is a multiple of the block), or around a step (`OpenStep`), with causal or a window.
 """
 
 from dataclasses import dataclass, replace
@@ -35,10 +34,10 @@ ROWS_OF_THREAD = 2
 
 @dataclass(frozen=True)
 class KeyMask:
-    """The edges of a warpgroup's rows; `first` is the first of them in the sequence.
+    """The masks of a warpgroup's 64 rows, of which `first` is the first, counted in the sequence.
 
-    left, right: how many keys before and after its own one a query sees; None for all. Causal is right = 0.
-    packed: how many query heads' rows alternate, a token's one after the other; `head` is then their key/value head.
+    left, right: keys that a query sees before and after its own position; None for all. Causal is right = 0.
+    packed: query heads packed into the rows, a token's one after the other; `head` is then their key/value head.
     """
 
     seqlen: SeqlenInfoQK
@@ -54,23 +53,23 @@ class KeyMask:
 
     @property
     def shift(self) -> Int32:
-        """A query's own key is the query plus this: the last query's is the last key, unless positions are given."""
+        """Position of query 0 among the keys; by default such that the last query is at the last key."""
         return self.seqlen.seqlen_k - self.seqlen.seqlen_q + self.seqlen.shift
 
     def row(self, r: int) -> Int32:
-        """The query of the thread's r-th row, in the sequence."""
-        return self._query(self.place(r))
+        """The query of the thread's r-th row, counted in the sequence."""
+        return self._query(self.packed_row(r))
 
-    def place(self, r: int) -> Int32:
-        """The thread's r-th row among those of the sequence: of packed heads, a token's one after the other."""
+    def packed_row(self, r: int) -> Int32:
+        """The thread's r-th row, counted in the sequence over queries and packed heads: query * packed + head."""
         return self.first + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
 
-    def _query(self, place: Int32) -> Int32:
-        return place if self.packed == 1 else place // self.packed
+    def _query(self, packed_row: Int32) -> Int32:
+        return packed_row if self.packed == 1 else packed_row // self.packed
 
     def query_head(self, r: int) -> Int32:
         """The query head of the thread's r-th row."""
-        return self.head if self.packed == 1 else self.head * self.packed + self.place(r) % self.packed
+        return self.head if self.packed == 1 else self.head * self.packed + self.packed_row(r) % self.packed
 
     def column(self, c: int) -> Int32:
         """The column of the thread's c-th register of a row, counted from the block's first key."""
@@ -78,7 +77,7 @@ class KeyMask:
 
     @cute.jit
     def sees_all(self, key: Int32, width: cutlass.Constexpr[int]) -> Boolean:
-        """True if no edge hides one of the keys from one of the rows."""
+        """True if every row of the warpgroup sees all keys of the block at `key`, mask_mod apart."""
         end = key + width
         seen = end <= self.seqlen.seqlen_k
         if const_expr(self.right is not None):
@@ -92,10 +91,10 @@ class KeyMask:
     def hide(
         self, scores: cute.Tensor, key: Int32, asked: Boolean, at: cutlass.Constexpr[int], width: cutlass.Constexpr[int]
     ) -> None:
-        """Set to -inf what a block's keys may not give.
+        """Set the masked scores of a key block to -inf.
 
-        scores: [2 rows, registers of a row]. key: the block's first. asked: whether the mask_mod counts here. at: the
-        block's first column among the scores'. width: keys of the block.
+        scores: [2 rows, registers of a row]. key: the block's first. asked: whether the mask_mod applies. at: the
+        block's first column in the scores. width: keys of the block.
         """
         if const_expr(self.mask_mod is not None):
             if asked and key < self.seqlen.seqlen_k:
@@ -104,15 +103,15 @@ class KeyMask:
             self._hide_past_edges(scores, key, at // 4, width)
 
     def hidden(self, words: tuple[Int32, ...], r: int) -> Float32:
-        """Infinite if the token of the thread's r-th row does not list a block, given by its words; else 0."""
+        """+inf if the token of the thread's r-th row does not list the block with bits `words`, else 0."""
         return Float32(cutlass.select_(self.lists(words, r), Float32(0.0), Float32.inf))
 
     def _token(self, query: Int32) -> Int32:
-        """The query's place among the tokens that have rows in the tile."""
+        """The query's index among the tokens with rows in the tile, which is that of its bit."""
         return query - self._query(self.first // BIT_ROWS * BIT_ROWS)
 
     def parts(self, words: tuple[Int32, ...]) -> list[tuple[Int32, ...]]:
-        """The words of a block as those of its parts, one or more, that tokens list one by one."""
+        """Split the words of a block into those of its parts, which have bits of their own: 1, 2 or 4."""
         of_part = words_for(self.packed)
         return [words[i : i + of_part] for i in range(0, len(words), of_part)]
 
@@ -121,7 +120,7 @@ class KeyMask:
         return self.has_bit(tuple(reduce(or_, of) for of in zip(*self.parts(words))), r)
 
     def has_bit(self, words: tuple[Int32, ...], r: int) -> Boolean:
-        """True if the token of the thread's r-th row lists a part of a block, given by its words."""
+        """True if the token of the thread's r-th row lists the part of a block with bits `words`."""
         token = self._token(self.row(r))
         word = words[0]
         for i in range(1, len(words)):
@@ -141,7 +140,7 @@ class KeyMask:
     def hide_parts(
         self, scores: cute.Tensor, words: tuple[Int32, ...], at: cutlass.Constexpr[int], width: cutlass.Constexpr[int]
     ) -> None:
-        """Set to -inf the parts of a block, of several, that a row's token does not list; the rest as for `hide`."""
+        """Set to -inf the scores of parts of a block that a row's token does not list; arguments as for `hide`."""
         parts = self.parts(words)
         if const_expr(len(parts) > 1):
             count = width // 4 // len(parts)  # registers of a part
@@ -172,7 +171,7 @@ class KeyMask:
     def _ask(
         self, scores: cute.Tensor, key: Int32, begin: cutlass.Constexpr[int], count: cutlass.Constexpr[int]
     ) -> None:
-        # Rows and keys past the ends are hidden anyway; tensors that a mask_mod reads may end there.
+        # Clamp indices past the ends: those scores are masked anyway, and a mask_mod's tensors may end there.
         batch = utils.scalar_to_ssa(self.batch, Int32)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             head = utils.scalar_to_ssa(self.query_head(r), Int32)
@@ -188,16 +187,16 @@ class KeyMask:
 
 @cute.jit
 def _register(column: Int32, width: cutlass.Constexpr[int]) -> Int32:
-    """The first of a row's registers whose column, counted from the thread's first, is not below `column`."""
+    """Index of a row's first register whose column, relative to the thread's first, is at least `column`."""
     return sm90_col_to_r2p_idx(cutlass.max(cutlass.min(column, width), 0))
 
 
 @dataclass(frozen=True)
 class TailMask:
-    """A kernel's mask function, called as before, for blocks in any order.
+    """Wraps a kernel's mask function for blocks in any order: masks the end of the keys where a block reaches past it.
 
-    hides_end: whether the end of the keys is hidden in every block, or in none. None: in the block that the sequence
-    ends in (or that lies behind it), whatever the kernel asks for.
+    hides_end: mask the end of the keys in every block (True), in none (False), or by block index (None), whatever
+    `mask_seqlen` says.
     """
 
     mask_fn: partial  # a partial of an AttentionMask's apply method
@@ -241,10 +240,10 @@ def softmax_step_in_any_order(
     check_q_boundary,
     allow_unmasked,
 ):
-    """One SM100 softmax step for a block of which nothing is known but its number.
+    """One SM100 softmax step for a block that may be the one in which the sequence ends.
 
-    An unmasked step is another instruction stream (the hardware reduces the row maximum while
-    loading), so here the whole step is branched over, not only the mask.
+    An unmasked step has other instructions (the hardware reduces the row maximum while loading), so the branch is
+    around the whole step, not only around the mask.
     """
     masked = partial(mask_fn, check_q_boundary=check_q_boundary)
     phases = (consumer_phase, corr_phase, sequence_phase)
@@ -260,10 +259,10 @@ def softmax_step_in_any_order(
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A kernel's step over one block of a list, called as before.
+    """Wraps a kernel's step over a block: one branch to an unmasked copy where no edge hides a key.
 
     step: the kernel's own, with ``mask_fn=None``.
-    edges: of the warpgroup's rows.
+    edges: the `KeyMask` of the warpgroup's rows.
     width: keys of a block.
     """
 
@@ -276,7 +275,7 @@ class OpenStep:
         apply_mask, asked = mask_fn.func.mask_fn, mask_fn.keywords
         step = partial(self.step, n_block=n_block, **given)
         masked = partial(apply_mask, **{**asked, "mask_seqlen": True})
-        if asked["mask_seqlen"]:  # one block of a list: not worth a second copy of the step
+        if asked["mask_seqlen"]:  # at most one block of a list: not worth a second copy of the step
             return step(state, mask_fn=masked)
         unmasked = None
         if asked.get("mask_mod") is not None:
@@ -286,10 +285,10 @@ class OpenStep:
 
 
 def loop_over_list(loop: Callable, step: Callable, state: Any, tail: TailMask, edges: Optional[KeyMask]) -> Any:
-    """A kernel's loop over the blocks of a row, 128 keys at a step.
+    """Run a kernel's loop over the blocks of a list, 128 keys per step, with masks at edges only.
 
-    loop: of the kernel, with ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``. step: of the kernel, over
-    one block. edges: of the warpgroup's rows; None for edges that a `KeyMask` does not know.
+    loop: the kernel's, with ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``. step: the kernel's, over one
+    block. edges: the `KeyMask` of the warpgroup's rows; None if it does not cover the call's masks.
 
     Returns:
         the next state, and whether there was a block.
@@ -297,7 +296,7 @@ def loop_over_list(loop: Callable, step: Callable, state: Any, tail: TailMask, e
     if edges is not None and (edges.left is not None or edges.right is not None):
         step = OpenStep(step, edges, tail.mask.tile_n)
     elif edges is not None and not (edges.seqlen.has_cu_seqlens_k or edges.seqlen.has_seqused_k):
-        # All sequences are of one length: no list has blocks past this one's end that are for others.
+        # All sequences have one length, so no list has blocks past its end.
         whole, loop = edges.seqlen.seqlen_k % tail.mask.tile_n == 0, partial(loop, mma_one_n_block=step)
         return _one_of_two_loops(whole, loop, state, replace(tail, hides_end=False), replace(tail, hides_end=True))
     state, _, found = loop(mma_one_n_block=step, kv_consumer_state=state, mask_fn=tail)

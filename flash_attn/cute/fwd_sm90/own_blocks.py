@@ -1,10 +1,10 @@
-"""SM90 forward over unions of tokens' lists: each warpgroup multiplies only what its own tokens list.
+"""SM90 forward over unions of tokens' lists: each warpgroup multiplies only blocks that its own tokens list.
 
-The load warp brings every block of a tile's union (`lists.query_bits`) once, each into a stage of its own. A warpgroup
-goes from one block that its tokens list to the next, and releases the stages between them unread: the two warpgroups
-may be apart by as many blocks as there are stages. A step has two blocks, if both are within reach, or one, each with a
-softmax of its own under products. A warpgroup may not wait for a block further on than there are stages: if none within
-reach is listed, the last one is multiplied, with every row hidden.
+The load warp loads every block of a tile's union (`lists.query_bits`) once, each into its own stage. A warpgroup skips
+from one block that its tokens list to the next, and releases the stages between them unread; the two warpgroups may be
+as many blocks apart as there are stages. A step has two blocks, or one if the second is out of reach, each with a
+softmax that overlaps products. A warpgroup cannot wait for a block further ahead than there are stages: if none within
+reach is listed, it multiplies the last one within reach, with every row masked.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from flash_attn.cute.fwd_sm90.loads import KeyLoop
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
 
-Entry = tuple[Int32, ...]  # a block of keys, and its bits
+Entry = tuple[Int32, ...]  # a key block, and its words of bits
 
 
 @dataclass(frozen=True)
 class OwnBlocks:
-    """A warpgroup's way along a tile's union.
+    """A warpgroup's iteration over the blocks of a tile's union that its own tokens list.
 
-    pipelines: of k and of v. reach: how far ahead the next block may be, which is the number of stages.
+    pipelines: of k and of v. reach: the most positions that the next block may be ahead: the number of stages.
     """
 
     loop: KeyLoop
@@ -45,28 +45,28 @@ class OwnBlocks:
     def create(loop: KeyLoop, mask: KeyMask, pipelines: tuple[Any, Any], reach: int) -> OwnBlocks:
         return OwnBlocks(replace(loop, mask_idx=_held(loop.mask_idx), bits=_held(loop.bits)), mask, pipelines, reach)
 
-    def ahead(self, place: Int32) -> Entry:
-        """The entries behind `place`, one for each lane."""
-        at = cutlass.min(place + 1 + cute.arch.lane_idx(), self.loop.count - 1)
+    def ahead(self, position: Int32) -> Entry:
+        """The 32 entries after `position`, one per lane."""
+        at = cutlass.min(position + 1 + cute.arch.lane_idx(), self.loop.count - 1)
         return (self.loop.mask_idx[at], *(self.loop.bits[at, word] for word in range(self.loop.words_per_entry)))
 
-    def following(self, place: Int32, ahead: Entry) -> tuple[Int32, Int32, Entry, Entry]:
-        """Positions of the next step's first and last block, the union's end if there is none, and their entries.
+    def following(self, position: Int32, ahead: Entry) -> tuple[Int32, Int32, Entry, Entry]:
+        """Positions of the next step's first and last block (the union's end if there is none), and their entries.
 
-        ahead: of the place.
+        ahead: `self.ahead(position)`.
         """
-        own = self.mask.any_lists(ahead[1:]) & (place + 1 + cute.arch.lane_idx() < self.loop.count)
+        own = self.mask.any_lists(ahead[1:]) & (position + 1 + cute.arch.lane_idx() < self.loop.count)
         owned = cute.arch.vote_ballot_sync(own)
         first, second = (_lowest_bit(x) for x in (owned, owned & (owned - 1)))
         last = Int32(cutlass.select_(second < self.reach, second, cutlass.min(first, self.reach - 1)))
         first = cutlass.min(first, last)
         entries = (tuple(cute.arch.shuffle_sync(x, lane) for x in ahead) for lane in (first, last))
-        positions = (cutlass.min(place + 1 + lane, self.loop.count) for lane in (first, last))
+        positions = (cutlass.min(position + 1 + lane, self.loop.count) for lane in (first, last))
         return (*(cute.arch.make_warp_uniform(x) for x in positions), *entries)
 
     @cute.jit
     def pass_by(self, state: Any, blocks: Int32) -> Any:
-        """Hand back so many stages. They have to be full first: a stage is handed back once for each load."""
+        """Release the next `blocks` stages unread, each once it is full: the producer expects one release per load."""
         for _ in cutlass.range(blocks, unroll=1):
             for stages in self.pipelines:
                 stages.consumer_wait(state, stages.consumer_try_wait(state))
@@ -77,7 +77,7 @@ class OwnBlocks:
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Hides what the rows of a warpgroup may not see of a block; a kernel calls it as it calls its mask function."""
+    """Mask function of a kernel for one block: hides keys that a row does not see, and rows that do not list it."""
 
     own: OwnBlocks
     entry: Entry
@@ -94,7 +94,7 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class Products:
-    """A warpgroup's products: scores of a stage of keys, and probabilities (in `tOrP`) with a stage of values."""
+    """A warpgroup's products S = q k^T and o += P v (P in `tOrP`) with a stage each, and its softmax."""
 
     scores: Callable
     output: Callable
@@ -103,16 +103,16 @@ class Products:
     softmax: UnionSoftmax
     sums: BlockSums | None = None
 
-    def hidden_and_scaled(self, acc_S: cute.Tensor, mask: BlockMask) -> cute.Tensor:
-        """Probabilities in place of a block's scores. Returns what the rows of the output are scaled by."""
+    def mask_and_softmax(self, acc_S: cute.Tensor, mask: BlockMask) -> cute.Tensor:
+        """Overwrite a block's scores with probabilities. Returns the scale factors of the output's rows."""
         mask(acc_S)
         row_scale = self.softmax.online_softmax(acc_S)
         if self.sums is not None:
             self.sums.write(acc_S, mask.entry[1:], self.softmax)
         return row_scale
 
-    def take(self, acc_S: cute.Tensor, row_scale: cute.Tensor) -> None:
-        """Probabilities for the next product with values; no other may be under way."""
+    def rescale_and_convert(self, acc_S: cute.Tensor, row_scale: cute.Tensor) -> None:
+        """Rescale o, and move probabilities to `tOrP`; no product with v may be in flight."""
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), self.tOrP)
         self.softmax.rescale_O(self.acc_O, row_scale)
 
@@ -128,10 +128,10 @@ def _step(
     zero_init: Boolean,
     look_ahead: Callable[[], None],
 ) -> Any:
-    """One block or two, as there are masks. Returns the state of the last one, whose values are still to be multiplied.
+    """One block or two, as many as masks. Returns the state of the last block, whose product with v is still to do.
 
-    values: the state of the block before. state: of the first block. between: blocks of others between the two.
-    look_ahead: what to find out while products are under way.
+    values: state of the block before. state: of the first block. between: skipped blocks between the two. look_ahead:
+    called while products are in flight.
     """
     pipeline_k, pipeline_v = own.pipelines
     two = len(masks) == 2
@@ -149,27 +149,27 @@ def _step(
     look_ahead()
     warpgroup.wait_group(len(masks))
     pipeline_k.consumer_release(state)
-    row_scale = products.hidden_and_scaled(acc_S, masks[0])
+    row_scale = products.mask_and_softmax(acc_S, masks[0])
     warpgroup.wait_group(len(masks) - 1)
     pipeline_v.consumer_release(values)
-    products.take(acc_S, row_scale)
+    products.rescale_and_convert(acc_S, row_scale)
     if const_expr(two):
         pipeline_v.consumer_wait(state, pipeline_v.consumer_try_wait(state))
         products.output(B_idx=state.index, zero_init=False, wg_wait=-1)
         warpgroup.wait_group(1)
         pipeline_k.consumer_release(last)
-        row_scale = products.hidden_and_scaled(acc_S_of_last, masks[1])
+        row_scale = products.mask_and_softmax(acc_S_of_last, masks[1])
         warpgroup.wait_group(0)
         pipeline_v.consumer_release(state)
-        products.take(acc_S_of_last, row_scale)
+        products.rescale_and_convert(acc_S_of_last, row_scale)
     return last
 
 
 @cute.jit
 def compute_blocks(own: OwnBlocks, products: Products, state: Any, first_step: Callable, last_product: Callable):
-    """A warpgroup: all blocks of a tile.
+    """Run a warpgroup over all blocks of a tile.
 
-    first_step, last_product: of the kernel: scores of the first block; the last one's product with v.
+    first_step, last_product: the kernel's: scores of the first block; product of the last one with v.
 
     Returns:
         the next state, and whether there was a block.
@@ -178,25 +178,25 @@ def compute_blocks(own: OwnBlocks, products: Products, state: Any, first_step: C
     sums = BlockSums.of(own.mask)
     products = replace(products, sums=sums)
     if count > 0:
-        place, _, entry, _ = own.following(Int32(-1), own.ahead(Int32(-1)))
-        state = own.pass_by(state, place)
-        if place < count:
-            ahead = own.ahead(place)
+        position, _, entry, _ = own.following(Int32(-1), own.ahead(Int32(-1)))
+        state = own.pass_by(state, position)
+        if position < count:
+            ahead = own.ahead(position)
             scores: list[cute.Tensor] = []
             mask = partial(_noted, scores, BlockMask(own, entry, hidden))
-            state = first_step(n_block=place, kv_consumer_state=state, mask_fn=mask)
+            state = first_step(n_block=position, kv_consumer_state=state, mask_fn=mask)
             if const_expr(sums is not None):
                 sums.write(scores[-1], entry[1:], products.softmax)
-            first, last, entry, last_entry = own.following(place, ahead)
+            first, last, entry, last_entry = own.following(position, ahead)
             ahead = own.ahead(last)
             while first < count:
                 values = state.clone()
                 state.advance()
-                state = own.pass_by(state, first - place - 1)
-                between, place = last - first - 1, last
+                state = own.pass_by(state, first - position - 1)
+                between, position = last - first - 1, last
                 masks = BlockMask(own, entry, hidden), BlockMask(own, last_entry, hidden)
                 found: list[tuple] = []
-                look_ahead = partial(_look_ahead, found, own, place, ahead)
+                look_ahead = partial(_look_ahead, found, own, position, ahead)
                 if between >= 0:
                     state = _step(own, products, values, state, between, masks, not adds, look_ahead)
                     first, last, entry, last_entry, ahead = found[-1]
@@ -206,28 +206,28 @@ def compute_blocks(own: OwnBlocks, products: Products, state: Any, first_step: C
                 adds = Boolean(True)
             state = last_product(kv_consumer_state=state, zero_init=not adds)
             adds = Boolean(True)
-            state = own.pass_by(state, count - place - 1)
+            state = own.pass_by(state, count - position - 1)
     return state, adds
 
 
-def _look_ahead(found: list[tuple], own: OwnBlocks, place: Int32, ahead: Entry) -> None:
-    coming = own.following(place, ahead)
+def _look_ahead(found: list[tuple], own: OwnBlocks, position: Int32, ahead: Entry) -> None:
+    coming = own.following(position, ahead)
     found.append((*coming, own.ahead(coming[1])))
 
 
 def _noted(scores: list[cute.Tensor], mask: BlockMask, acc_S: cute.Tensor, **options: Any) -> None:
-    """The mask, and a note of the registers that it hides scores in."""
+    """Apply the mask, and append the scores' registers to `scores`."""
     scores.append(acc_S)
     mask(acc_S, **options)
 
 
 def _lowest_bit(x: Int32) -> Int32:
-    """Its place; 32 if there is none."""
+    """Index of the lowest set bit; 32 if there is none."""
     return Int32(cute.arch.popc(Uint32(x & -x) - Uint32(1)))
 
 
 def _held(tensor: cute.Tensor) -> cute.Tensor:
-    """The tensor, whose address stays in registers: after a shuffle the compiler cannot work it out for each use."""
+    """The tensor with its address in registers: the compiler cannot recompute the result of a shuffle at each use."""
     address = Int64(tensor.iterator.toint())
     low, high = (cute.arch.shuffle_sync(Int32(x), 0) for x in (address, address >> 32))
     address = Int64(high) << 32 | Int64(Uint32(low))

@@ -1,15 +1,15 @@
-"""Forward on SM90 with CTAs that stay: one tile's stores and the next one's loads run under the arithmetic.
+"""Persistent CTAs for forward on SM90: a tile's stores and the next one's loads overlap the arithmetic.
 
-With few keys a tile of queries is done after a handful of key tiles, and a CTA to a tile waits for
-its queries, computes, and waits for its output, one after the other. Here a CTA loops over many tiles.
-Queries have two slots of shared memory, and a tile's output overwrites its queries:
+With few keys a tile of queries is done after a handful of key tiles, and a CTA per tile would load q, compute and store
+o one after the other. Here a CTA loops over many tiles. q has two slots of shared memory, and a tile's o overwrites its
+q:
 
-    load warp     fills a slot with queries as soon as it is free, and goes on with keys and values
-    consumers     wait for a slot's queries, compute, write the output over them, and go on
-    store warp    waits for a slot's output, stores it, and frees the slot
+    load warp     loads q into a slot as soon as it is free, then the tile's k and v
+    consumers     wait for a slot's q, compute, and write o over it
+    store warp    waits for a slot's o, stores it, and frees the slot
 
-A warp group overwrites only those rows of queries that it alone reads. Slots alternate, and a slot's
-barrier comes round again only after the store warp has freed the slot: so nobody can lap it.
+A warpgroup overwrites only rows of q that it alone reads. Slots alternate, and a slot's barrier is used again only
+after the store warp has freed the slot, so no role can run two tiles ahead of it.
 """
 
 from typing import Callable, Optional
@@ -26,21 +26,21 @@ from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.tile_scheduler import SchedulerState, SingleTileLPTScheduler
 
 SLOTS = 2
-MOST_ROUNDS = 8  # CTAs of a multiprocessor, one after the other, at most
-LEAST_TILES = 16  # of a CTA, where there is more than one round
+MOST_ROUNDS = 8  # most CTAs per multiprocessor, one after the other
+LEAST_CTA_TILES = 16  # least tiles per CTA, where there is more than one round
 
 
 class PersistentScheduler(SingleTileLPTScheduler):
-    """The same tiles in the same order, longest first, dealt out to CTAs of many tiles each.
+    """SingleTileLPTScheduler's tiles, longest first, dealt out round-robin to persistent CTAs.
 
-    Where tiles are many, multiprocessors have several CTAs one after the other: one that another kernel holds at first,
-    such as NCCL's, leaves its share to the others.
+    Where tiles are many, there are several CTAs per multiprocessor, one after the other: a multiprocessor that another
+    kernel, such as NCCL's, occupies at first runs fewer of them.
     """
 
     @staticmethod
     def get_grid_shape(params: SingleTileLPTScheduler.Params, *, loc=None, ip=None) -> tuple[Int32, Int32, Int32]:
         at_once = target_sm_count()
-        rounds = cutlass.max(1, cutlass.min(MOST_ROUNDS, params.total_blocks // (LEAST_TILES * at_once)))
+        rounds = cutlass.max(1, cutlass.min(MOST_ROUNDS, params.total_blocks // (LEAST_CTA_TILES * at_once)))
         return (cutlass.min(params.total_blocks, at_once * rounds), Int32(1), Int32(1))
 
     @staticmethod
@@ -57,7 +57,7 @@ class PersistentScheduler(SingleTileLPTScheduler):
 
 @cute.jit
 def announce_output(slot: Int32, num_consumers: int):
-    """The calling consumer has written its part of a slot's output."""
+    """Signal the store warp that the calling consumer has written its rows of a slot's o."""
     cute.arch.fence_view_async_shared()
     cute.arch.barrier_arrive(
         barrier_id=int(NamedBarrierFwd.OFull) + slot, number_of_threads=num_consumers + cute.arch.WARP_SIZE
@@ -75,7 +75,7 @@ def store_outputs(
     SeqlenInfoCls: Callable,
     TileSchedulerCls: Callable,
 ):
-    """The store warp: every tile's output from its slot to memory, and the slot back to the load warp."""
+    """The store warp: store every tile's o from its slot, and return the slot to the load warp."""
     slots = pipeline_custom.make_pipeline_state(PipelineUserType.Consumer, SLOTS)
     tile_scheduler = TileSchedulerCls()
     work_tile = tile_scheduler.initial_work_tile_info()

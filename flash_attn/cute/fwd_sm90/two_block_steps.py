@@ -1,9 +1,8 @@
 """SM90 forward over block lists in steps of 128 keys: a block of 128, or two of 64 that need not be neighbours.
 
-With a tile of 64 keys the first product waits for shared memory, and every step's rescaling stands against half the
-arithmetic. So each of two blocks is loaded into its half of a tile, as in the dq pass, whose loop, loads and mask these
-are (`loads`, `masks`). Loads and warpgroups have to agree on the loop; everything between two steps is the kernel's
-own.
+With a tile of 64 keys shared memory bounds the first product, and each step's rescaling amortises over half the
+arithmetic. So each of two blocks is loaded into half of a tile, with the loop, loads and mask of the dq pass (`loads`,
+`masks`). The load warp and the warpgroups run the same loop; the kernel provides the steps.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from flash_attn.cute.lists.tiling import box_columns
 
 
 def tma_of(load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, block_k: int, head_dim: int) -> TmaTensor:
-    """For k or v, [S, D, Hkv, B] (packed [total, D, Hkv]): blocks of `block_k` keys, a box of columns at a time."""
+    """TMA atom for k or v, [S, D, Hkv, B] (packed [total, D, Hkv]): boxes of `block_k` keys by `box_columns`."""
     box = (block_k, box_columns(head_dim))
     layout = sm90_utils.make_smem_layout(mX.element_type, LayoutEnum.ROW_MAJOR, box, major_mode_size=head_dim)
     return cpasync.make_tiled_tma_atom(load, mX, layout, box)
@@ -31,7 +30,7 @@ def tma_of(load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, block_k: int,
 
 @cute.jit
 def load_steps(loop: KeyLoop, state: Any, load_k: Callable, load_v: Callable):
-    """The load warp: all steps of a tile. v follows one step behind k, as it is needed. Returns the next state."""
+    """The load warp: all steps of a tile, v one step behind k, in the order of use. Returns the next state."""
     if loop.count > 0:
         entries = loop.entries(Int32(0))
         coming = loop.entries(Int32(1))
@@ -50,7 +49,7 @@ def load_steps(loop: KeyLoop, state: Any, load_k: Callable, load_v: Callable):
 
 @dataclass(frozen=True)
 class StepMask:
-    """Hides what the rows of a warpgroup may not see of one step; a kernel calls it as it calls its mask function."""
+    """Mask function of a kernel for one step: hides keys that a warpgroup's rows do not see."""
 
     loop: KeyLoop
     mask: KeyMask
@@ -74,10 +73,10 @@ def compute_steps(
     last_product: Callable,
     add_product: Callable,
 ):
-    """A warpgroup: all steps of a tile.
+    """Run a warpgroup over all steps of a tile.
 
-    first_step, one_step, last_product: of the kernel: scores of the first step; of a step, while the one before is
-    multiplied with v; the last one's product with v. add_product: the product with v, for `one_step`.
+    first_step, one_step, last_product: the kernel's: scores of the first step; scores of a step and the product of the
+    one before with v; product of the last one with v. add_product: the product with v, for `one_step`.
 
     Returns:
         the next state, and whether there was a step.

@@ -1,9 +1,8 @@
-"""Online softmax whose rows do not depend on what is loaded for other rows of their tile.
+"""Online softmax with bits of a row that do not depend on blocks that only other rows of its tile list.
 
-Over a union of tokens' lists (`lists.query_bits`) a row's maximum is that of the blocks that it lists itself, and
-maxima of a row are integers apart in base 2, so rescaling is exact. A block that a row does not list changes nothing,
-and a warp without a row that lists the block skips it. Causality follows, bit by bit, where entries are in ascending
-order.
+Over a union of tokens' lists (`lists.query_bits`) a row's maximum is over its own blocks, and successive maxima of a
+row differ by integers in base 2, so rescaling is exact. A block that a row does not list leaves it unchanged, and a
+warp without a row that lists the block skips it. With ascending entries a row's bits do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from quack import layout_utils
 from flash_attn.cute import utils
 from flash_attn.cute.softmax import Softmax
 
-BELOW_HALF = 15  # float16 has few exponents: probabilities are at most 2^15, not 1
+BELOW_HALF = 15  # float16 has a small exponent range: probabilities are scaled to at most 2^15 instead of 1
 
 
 @dataclass
 class UnionSoftmax(Softmax):
-    """`row_max` counts from `base`, the row's first maximum, in base 2: integers, or -inf for a row that saw nothing.
+    """Softmax with `row_max` relative to `base`, the row's first maximum, in base 2: an integer, or -inf if empty.
 
-    hidden: [rows], infinite where a row does not list the block, else 0.
-    shift: probabilities are at most 2 to the power of it.
+    hidden: [rows], +inf where a row does not list the block, else 0.
+    shift: probabilities are at most 2**shift.
     """
 
     base: Optional[cute.Tensor] = None
@@ -52,13 +51,13 @@ class UnionSoftmax(Softmax):
     def online_softmax(
         self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool] = False, check_inf: cutlass.Constexpr[bool] = True
     ) -> cute.Tensor:
-        """Probabilities of a block in place of its scores.
+        """Overwrite a block's scores with probabilities.
 
-        The branch has a second use: the compiler moves the wait for the product under way before a softmax that stands
-        in one piece with it.
+        The branch also keeps the compiler from moving the wait for the product in flight before the softmax, as it does
+        in straight-line code.
 
         Returns:
-            what the rows of the output so far are scaled by.
+            the scale factors of the output's rows.
         """
         row_scale = cute.make_rmem_tensor_like(self.row_max, Float32)
         if const_expr(is_first):
@@ -73,12 +72,12 @@ class UnionSoftmax(Softmax):
 
     @cute.jit
     def rescale_O(self, acc_O: cute.Tensor, row_scale: cute.Tensor) -> None:
-        """Scale the output's rows, if a row of the warp has a new maximum."""
+        """Scale the rows of the output, unless all factors of the warp are 1."""
         if self.any_row([row_scale[r] != 1.0 for r in range(self.num_rows)]):
             Softmax.rescale_O(self, acc_O, row_scale)
 
     def top(self, r: int) -> Float32:
-        """The score that a row's probabilities are relative to, in base 2."""
+        """The base-2 score that a row's probabilities are relative to."""
         return self.row_max[r] + self.base[r] - self.shift
 
     def finalize(self, final_scale: Float32 = 1.0, sink_val: Float32 | cute.Tensor | None = None) -> cute.Tensor:
@@ -96,7 +95,7 @@ class UnionSoftmax(Softmax):
             most = cute.arch.warp_reduction_max(utils.fmax_reduce(block, arch=self.arch), threads_in_group=4)
             most = (most - self.hidden[r]) * self.scale_log2
             self.base[r] = Float32(cutlass.select_(before == -Float32.inf, most, self.base[r]))
-            # Of a number and none, fmax is the number.
+            # fmax(x, NaN) is x.
             self.row_max[r] = utils.fmax(before, cute.math.ceil(most - self.base[r]))
             row_scale[r] = cute.math.exp2(before - _finite(self.row_max[r]), fastmath=True)
             top = _finite(self.row_max[r] + self.base[r]) - self.shift + self.hidden[r]
@@ -106,7 +105,7 @@ class UnionSoftmax(Softmax):
             scores[r, None].store(p)
 
     def any_row(self, of_rows: list[Boolean]) -> Boolean:
-        """True if this holds for a row of the warp; of_rows: for this thread's."""
+        """True if `of_rows`, a flag for each row of the thread, is set for any row of the warp."""
         found = Boolean(False)
         for of_row in of_rows:
             found = found | Boolean(of_row)
@@ -114,5 +113,5 @@ class UnionSoftmax(Softmax):
 
 
 def _finite(maximum: Float32) -> Float32:
-    """0 for a row that has seen nothing."""
+    """The maximum, or 0 for a row that has seen no key."""
     return Float32(cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum))

@@ -1,7 +1,7 @@
 """Forward over unions of the tokens' own lists (`lists/query_bits`) for SM100, whose own forward reads no bits.
 
-Tiles, loop, loads and masks are the dq pass's, the softmax is SM90's (`fwd_sm90/union_softmax`). Products go
-warp by warp (`mma.product`), which is right but slow.
+Tiles, loop, loads and masks are the dq pass's, the softmax is SM90's (`fwd_sm90/union_softmax`). Products are by
+mma.sync (`mma.product`): correct, not fast.
 """
 
 import math
@@ -47,9 +47,10 @@ def forward_unions(
         lists: forward lists with ``mask_block_bits``.
         softmax_scale: 1 / sqrt(D) unless given.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1].
-        q_offset: int32 [sequences], position of each sequence's first query among its keys; the end's unless given.
+        q_offset: int32 [sequences], position of each sequence's first query among its keys; by default the last query
+            is at the last key.
         max_seqlen_q: as in `backward_dq`.
-        aux_tensors: `fwd_sm90.block_sums`, which are written.
+        aux_tensors: [sums] of `fwd_sm90.block_sums`, written.
 
     Returns:
         o [.., Hq, Dv], and the log-sum-exp, natural, -inf where a row sees no key: fp32 [B, Hq, T], packed [Hq, total].
@@ -88,7 +89,7 @@ _compiled = CompiledKernels("fwd_unions")
 
 
 def _fake_arguments(spec: DqSpec, with_sums: bool) -> list[object]:
-    """Fake arguments of the kernel that come before the block lists, to compile for."""
+    """Fake arguments to compile the kernel for: those before the block lists."""
     call = FakeCall.of(spec.dtype, *spec.dims, spec.packed)
     tokens, lse = call.tokens(call.q, call.k, call.v, call.o), call.of_rows(call.q[-3])
     ends = (Int32(0) if given else None for given in spec.edges)

@@ -1,7 +1,7 @@
-"""The kernel of `fwd_unions/interface`: a load warp, and two warpgroups that multiply, 64 rows each, as in the dq pass.
+"""The kernel of `fwd_unions/interface`: a load warp, and two consumer warpgroups of 64 rows each, as in the dq pass.
 
-A block of keys at a time, if a token of the warpgroup lists it: S = q k^T, P = exp2 of it by `UnionSoftmax`,
-o = o * scale + P v. Both products are awaited: while one warpgroup does arithmetic, the other multiplies.
+For each block of keys that a token of the warpgroup lists: S = q k^T, P by `UnionSoftmax`, o = o * scale + P v. A
+warpgroup awaits each product: while it does arithmetic, the other one multiplies.
 """
 
 from typing import Callable, Optional
@@ -32,7 +32,7 @@ from flash_attn.cute.utils import AuxData
 
 
 class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
-    """The kernel for one `DqSpec` of lists with bits; tiles and their order are the dq pass's."""
+    """The kernel compiled for a `DqSpec` of lists with bits, with the dq pass's tiles and launch order."""
 
     @cute.jit
     def __call__(
@@ -74,10 +74,10 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         lists: BlockSparseTensors,
         aux_data: AuxData,
         lengths: Callable,
-        place_of: Callable,
+        coord_of: Callable,
         tiles: Int32,
     ):
-        """A warpgroup: its rows of all tiles of the CTA."""
+        """A consumer warpgroup: its 64 rows of all tiles of the CTA."""
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tidx // THREADS) - 1
@@ -96,17 +96,17 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         first, _, _ = cute.arch.block_idx()
         stride, _, _ = cute.arch.grid_dim()
         for index in cutlass.range(first, tiles, stride, unroll=1):
-            place = place_of(index)
-            seqlen, loop, steps = self.visit(place, lists, lengths)
-            first_row = (place.m_block * WARPGROUPS + group) * ROWS
+            coord = coord_of(index)
+            seqlen, loop, steps = self.visit(coord, lists, lengths)
+            first_row = (coord.m_block * WARPGROUPS + group) * ROWS
             mask = KeyMask(
-                seqlen, place.batch, place.head, first_row, thread, *edges, None, aux_data, spec.packed_heads
+                seqlen, coord.batch, coord.head, first_row, thread, *edges, None, aux_data, spec.packed_heads
             )  # fmt: skip
             block_sums = BlockSums.of(mask)
             acc_O.fill(0.0)
             softmax.reset()
             if const_expr(not loaded):
-                source = seqlen.offset_batch_Q(queries[0][1], place.batch, dim=3)
+                source = seqlen.offset_batch_Q(queries[0][1], coord.batch, dim=3)
                 load_rows((source,), (sQ[None, None, group],), mask, group)
             if steps > 0:
                 if const_expr(loaded):

@@ -1,1 +1,1 @@
-"""Block lists: their forms, how they are built, checked, ordered and dealt out."""
+"""Block lists: forms, construction, validation, semaphore values and backward plans."""

@@ -1,12 +1,12 @@
-"""Work tiles of block-sparse SM90 backward: ranges of key blocks' lists of about equal length, in launch order.
+"""Plans of block-sparse SM90 backward: work tiles, ranges of key blocks' lists of similar length, in launch order.
 
-Without a plan there is a CTA for each key block and query head, and one that all queries list keeps its CTA busy long
-after the others. A work tile of a plan has at most `longest` entries of one key block's list, of one query head or of
-all of a key/value head. Work tiles lie head by head: what the CTAs in flight read and add to stays in the L2.
+Without a plan there is a CTA per key block and query head, and the CTA of a key block that all queries list finishes
+long after the others. A work tile has at most `longest` entries of one key block's list, for one query head or all of a
+key/value head. Work tiles are ordered by head, so that what the CTAs in flight read and add to stays in L2.
 
-They add to dk and dv by rank and, in deterministic mode, to dq by semaphore value. Every wait has to point to a work
-tile launched earlier, since a later one may not start until the others are done; `check_work_tiles` checks that on
-request. PyTorch only; the kernel's side is `query_loop`.
+They add to dk and dv by rank and, in deterministic mode, to dq by semaphore value. A work tile may only wait for ones
+launched earlier, since a later one may not start until those in flight are done; `check_work_tiles` verifies that on
+request. PyTorch only; `query_loop` is the kernel's part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flash_attn.cute.lists.formats import as_ragged
 from flash_attn.cute.lists.write_order import merged_lists
 
 LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
-LONGEST = 32
+LONGEST_WORK_TILE = 32  # entries
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -45,21 +45,21 @@ def plan_backward(
     Args:
         lists: backward lists with the fields of `BlockSparseTensorsTorch`, padded or packed, of 1, `num_heads_kv` or
             `num_heads` heads.
-        num_q_blocks: query blocks of a head, in the longest sequence.
-        deterministic: also merge mask and full blocks by semaphore value, for deterministic calls in one pass, and
-            ignore those that `lists` hold. Two passes need none of this.
-        schedule: the order of key blocks in a head: "left to right", "right to left", "longest first", or a
+        num_q_blocks: query blocks of the longest sequence.
+        deterministic: replace semaphore values in `lists` by new ones, and merge mask and full blocks by them, as
+            deterministic calls in one pass need. Two passes do not.
+        schedule: launch order of the key blocks of a head: "left to right", "right to left", "longest first", or a
             permutation, integers [N]; [rows] of packed sequences.
-        longest: entries of a work tile at most. None: `LONGEST`, divided by the heads of a group `per_group`.
-        listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the GPU.
-        per_group: work tiles are of all query heads of a key/value head, which share their lists; for calls on SM90
-            that leave dq out.
+        longest: most entries of a work tile. None: `LONGEST_WORK_TILE`, with `per_group` divided by the group's size.
+        listed: upper bound of the entries of one list head, mask and full together; avoids a synchronisation.
+        per_group: a work tile is for all query heads of a key/value head, which share their lists; for calls on SM90
+            without dq.
         cu_total_m_blocks: integers [B + 1], of the forward lists, which stacked lists need.
 
     Returns:
-        The lists, packed ones as ragged ones, with `plan`, int32 [work tiles, 6]: batch, query head or, per group,
-        key/value head, key block, first entry, end, and rank: how many work tiles add to the same dk and dv before.
-        With ragged lists [work tiles, 8]: the low and the high 32 bits of where the key block's entries start, too.
+        The lists, packed ones made ragged, with `plan`, int32 [work tiles, 6]: batch, query head (or, per group,
+        key/value head), key block, first entry, end, and rank: number of work tiles that add to the same dk and dv
+        before. With ragged lists [work tiles, 8]: and the low and high 32 bits of the offset of the key block's row.
 
     Raises:
         ValueError: a head count or length that does not fit, a schedule that is no permutation, or packed lists without
@@ -75,7 +75,7 @@ def plan_backward(
         integer(name, value)
     cut, per_group = num_heads > num_heads_kv, per_group and num_heads > num_heads_kv
     if longest is None:
-        longest = max(1, LONGEST * num_heads_kv // num_heads) if per_group else LONGEST
+        longest = max(1, LONGEST_WORK_TILE * num_heads_kv // num_heads) if per_group else LONGEST_WORK_TILE
     integer("longest", longest)
     if listed is not None:
         integer("listed", listed, least=0)
@@ -101,16 +101,16 @@ def plan_backward(
     counts = counts.long().repeat_interleave(planned // heads, dim=1)
     order = order.expand(counts.shape[0], heads, -1).repeat_interleave(planned // heads, dim=1)
     if cut:
-        pieces = torch.div(counts + longest - 1, longest, rounding_mode="floor")
-    else:  # dk and dv are stored, not added: one work tile each, which stores zeros too
-        pieces = torch.ones_like(counts)
-    most = None if cut else pieces.numel()
+        splits = torch.div(counts + longest - 1, longest, rounding_mode="floor")
+    else:  # dk and dv are stored, not added: exactly one work tile per row, even if empty
+        splits = torch.ones_like(counts)
+    most = None if cut else splits.numel()
     if cut and listed is not None:
-        most = pieces.numel() + counts.shape[0] * planned * listed // longest
-    if not counts.numel():  # no key blocks: one work tile of nothing
+        most = splits.numel() + counts.shape[0] * planned * listed // longest
+    if not counts.numel():  # no key blocks: one empty work tile
         plan = torch.zeros(1, 8 if packed else 6, dtype=torch.int32, device=counts.device)
     else:
-        plan = _work_tiles(counts, pieces, order, planned // num_heads_kv, most)
+        plan = _work_tiles(counts, splits, order, planned // num_heads_kv, most)
         if packed:
             plan = _of_sequences(plan, rows, lists, planned, stored=not cut)
     return lists._replace(plan=plan, plan_per_group=per_group or None)
@@ -124,10 +124,9 @@ def _row_counts(lists: Any, rows: Optional[Rows]) -> torch.Tensor:
 
 
 def _of_sequences(plan: torch.Tensor, rows: Any, lists: Any, num_heads: int, stored: bool) -> torch.Tensor:
-    """Work tiles over the rows of all sequences as work tiles of the sequences' own blocks; with the starts of their
-    rows.
+    """Convert work tiles over packed rows: row to (sequence, block), and append the offsets of rows.
 
-    stored: work tiles of nothing are of a key block too, whose zeros they store; otherwise they only fill up the plan.
+    stored: empty work tiles store zeros for their key block; otherwise they are padding of the plan, all zeros.
     """
     _, head, row, begin, end, rank = plan.unbind(-1)
     real = torch.ones_like(row, dtype=torch.bool) if stored else end > begin
@@ -141,33 +140,36 @@ def _of_sequences(plan: torch.Tensor, rows: Any, lists: Any, num_heads: int, sto
 
 
 def _work_tiles(
-    counts: torch.Tensor, pieces: torch.Tensor, order: torch.Tensor, group: int, most: Optional[int]
+    counts: torch.Tensor, splits: torch.Tensor, order: torch.Tensor, group: int, most: Optional[int]
 ) -> torch.Tensor:
-    """counts, pieces, order: [B, H, N]; `group` heads in a row add to the same dk and dv."""
+    """The plan, [most work tiles, 6]: row r of `order` is split evenly into splits[r] ranges of its counts[r] entries.
+
+    counts, splits, order: [B, H, N]. group: consecutive heads that add to the same dk and dv.
+    """
     B, H, N = counts.shape
-    by_group = pieces.view(B, H // group, group, N)
+    by_group = splits.view(B, H // group, group, N)
     first_rank = by_group.cumsum(2) - by_group
     rows = (torch.arange(B * H, device=counts.device).view(B, H, 1) * N + order).flatten()
-    in_order = pieces.flatten().index_select(0, rows)
+    in_order = splits.flatten().index_select(0, rows)
     ends = in_order.cumsum(0)
     most = int(ends[-1]) if most is None else most
     at = torch.arange(max(most, 1), device=counts.device)
     row = torch.searchsorted(ends, at, right=True)
     real = row < ends.numel()
     row = row.clamp(max=ends.numel() - 1)
-    piece = at - (ends - in_order).index_select(0, row)
+    split = at - (ends - in_order).index_select(0, row)
     row = rows.index_select(0, row)
-    steps, of, rank = (t.flatten().index_select(0, row) for t in (counts, pieces, first_rank))
-    begin, end = (torch.div(steps * p, of.clamp(min=1), rounding_mode="floor") for p in (piece, piece + 1))
+    steps, of, rank = (t.flatten().index_select(0, row) for t in (counts, splits, first_rank))
+    begin, end = (torch.div(steps * p, of.clamp(min=1), rounding_mode="floor") for p in (split, split + 1))
     head = torch.div(row, N, rounding_mode="floor")
-    plan = torch.stack([torch.div(head, H, rounding_mode="floor"), head % H, row % N, begin, end, rank + piece], dim=-1)
+    plan = torch.stack([torch.div(head, H, rounding_mode="floor"), head % H, row % N, begin, end, rank + split], dim=-1)
     return torch.where(real.unsqueeze(-1), plan, 0).int()
 
 
 def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, waits: bool) -> torch.Tensor:
-    """The key blocks in the order of their launch, [1 or B, 1 or H, N]; one order for heads that add to the same dk.
+    """Launch order of the key blocks, [1 or B, 1 or H, N]; the same for heads that add to the same dk.
 
-    waits: whether to look if a schedule on the GPU is a permutation.
+    waits: check that a schedule on the GPU is a permutation, which synchronises.
     """
     B, H, N = counts.shape
     if isinstance(schedule, torch.Tensor):
@@ -179,7 +181,7 @@ def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, wai
             wrong = (found != torch.arange(N, device=found.device)).nonzero()
             if wrong.numel():
                 at = int(wrong[0])
-                raise ValueError(f"schedule, sorted, has {int(found[at])} in place {at}, {expected}")
+                raise ValueError(f"schedule, sorted, has {int(found[at])} at position {at}, {expected}")
         return schedule.long().view(1, 1, N)
     if schedule == LONGEST_FIRST:
         lengths = counts.view(B, H // sharing, sharing, N).sum(2, keepdim=True)
@@ -192,10 +194,9 @@ def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, wai
 
 
 def check_plan(lists: Any, arch: int, *, batch: int, packed_k: bool) -> None:
-    """Refuse a plan that a call cannot follow.
+    """Refuse a plan that the kernel of a call cannot execute.
 
-    lists: backward lists as the caller gave them. batch: sequences of the call. packed_k: whether their keys lie one
-    after the other.
+    lists: backward lists as the caller gave them. batch: sequences of the call. packed_k: whether keys are packed.
     """
     if lists.plan is None:
         return
@@ -231,21 +232,21 @@ def check_form(lists: Any) -> None:
 
 @dataclass(frozen=True)
 class _WorkTiles:
-    """int64 [work tiles], in the order of their launch.
+    """Work tiles of a plan as int64 [work tiles], in launch order.
 
-    counts: [B, H, N], what key blocks list; B is 1 where rows of all packed sequences are rows of one, and H the query
-    heads or, in plans per group, the key/value heads. batch, head, row: of `counts`. sequence: `batch`, or the packed
-    sequence.
+    counts: [B, H, N], entries of each key block; B is 1 for packed sequences, whose rows are concatenated, and H the
+    query heads or, in plans per group, the key/value heads. batch, head, row: indices into `counts`. sequence: `batch`,
+    or the packed sequence.
     """
 
-    plan: torch.Tensor  # as given, to name work tiles
+    plan: torch.Tensor  # as given, for error messages
     counts: torch.Tensor
     sequence: torch.Tensor
     batch: torch.Tensor
     head: torch.Tensor
     row: torch.Tensor
-    key_block: torch.Tensor  # the work tile's place in `counts`, flat
-    begin: torch.Tensor  # begin, end: of its entries, in its key block's list
+    key_block: torch.Tensor  # flat index into `counts`
+    begin: torch.Tensor  # begin, end: range of entries in its key block's list
     end: torch.Tensor
 
     def named(self, at: int) -> str:
@@ -253,7 +254,7 @@ class _WorkTiles:
 
 
 def check_work_tiles(lists: Any, num_heads: int, num_heads_kv: int) -> None:
-    """Check that work tiles deal out what key blocks list, each entry once, and that none waits for one launched later.
+    """Check that work tiles have each entry of the lists once, and that none waits for one launched later.
 
     lists: backward lists with a plan.
     """
@@ -271,11 +272,11 @@ def check_work_tiles(lists: Any, num_heads: int, num_heads_kv: int) -> None:
         _stored_once(tiles, used)
     _check_ranks(tiles, heads // num_heads_kv)
     if lists.dq_write_order is not None and not lists.plan_per_group:
-        _locks(lists, packed, tiles)
+        _check_locks(lists, packed, tiles)
 
 
 def _within_lists(lists: Any, packed: Any, counts: torch.Tensor) -> _WorkTiles:
-    """Work tiles are of key blocks that there are, and of entries that these list."""
+    """Parse a plan, and check that its indices and ranges are within the lists."""
     plan, (B, H, N) = lists.plan.long(), counts.shape
     sequence, head, block, begin, end = plan[:, :5].unbind(-1)
     wrong, batch, row = block < 0, sequence, block
@@ -284,15 +285,15 @@ def _within_lists(lists: Any, packed: Any, counts: torch.Tensor) -> _WorkTiles:
         known = sequence.clamp(0, packed.sequences - 1)
         wrong |= (sequence != known) | (block >= before.diff()[known])
         batch, row = torch.zeros_like(batch), before[known] + block
-    place, limits = torch.stack([batch, head, row], dim=-1), torch.tensor([B, H, N], device=plan.device)
-    wrong |= ((place < 0) | (place >= limits)).any(-1) | (begin < 0) | (begin > end)
+    index, limits = torch.stack([batch, head, row], dim=-1), torch.tensor([B, H, N], device=plan.device)
+    wrong |= ((index < 0) | (index >= limits)).any(-1) | (begin < 0) | (begin > end)
     key_block = ((batch * H + head) * N + row).clamp(0, counts.numel() - 1)
     wrong |= end > counts.flatten()[key_block]
     if lists.mask_block_idx.ndim == 1:
         starts = packed.starts[0].repeat_interleave(H // packed.heads, dim=0)
         low, high = plan[:, 6] & 0xFFFFFFFF, plan[:, 7]
         wrong |= (end > begin) & (starts.flatten()[key_block] != ((high << 32) | low))
-    wrong &= plan.any(-1)  # capacity of a plan beyond its work tiles is zeros
+    wrong &= plan.any(-1)  # padding of a plan is zeros
     tiles = _WorkTiles(lists.plan, counts, sequence, batch, head, row, key_block, begin, end)
     if wrong.any():
         raise ValueError(
@@ -306,7 +307,7 @@ def _each_entry_once(tiles: _WorkTiles) -> None:
     counts, (_, H, N) = tiles.counts.flatten(), tiles.counts.shape
     planned = torch.zeros_like(counts).scatter_add_(0, tiles.key_block, tiles.end - tiles.begin)
     short = planned != counts
-    # Work tiles of one list that begin elsewhere than the one before ends overlap, or leave a gap.
+    # Consecutive work tiles of a list overlap or leave a gap unless each begins where the one before ends.
     used = tiles.end > tiles.begin
     order = (tiles.key_block * (int(tiles.end.max()) + 1) + tiles.begin)[used].argsort()
     key_block, begin, end = (t[used][order] for t in (tiles.key_block, tiles.begin, tiles.end))
@@ -321,7 +322,7 @@ def _each_entry_once(tiles: _WorkTiles) -> None:
 
 
 def _stored_once(tiles: _WorkTiles, used: int) -> None:
-    """Without GQA a work tile stores dk and dv of its key block, zeros too: each key block needs exactly one."""
+    """Check that without GQA each key block has exactly one work tile, which stores its dk and dv, even zeros."""
     found = torch.bincount(tiles.key_block, minlength=tiles.counts.numel()).view_as(tiles.counts)[..., :used]
     if (found != 1).any():
         b, h, row = (found != 1).nonzero()[0].tolist()
@@ -332,10 +333,10 @@ def _stored_once(tiles: _WorkTiles, used: int) -> None:
 
 
 def _check_ranks(tiles: _WorkTiles, group: int) -> None:
-    """A work tile's rank is how many before it add to the same dk and dv, as `group` heads in a row do."""
+    """Check that ranks count earlier work tiles with the same dk and dv, which `group` consecutive heads share."""
     _, H, N = tiles.counts.shape
     shared = (tiles.batch * H + tiles.head // group) * N + tiles.row
-    busy = (tiles.end > tiles.begin).nonzero().flatten()  # others add nothing
+    busy = (tiles.end > tiles.begin).nonzero().flatten()  # empty ones do not add
     own, order = shared[busy].sort(stable=True)
     expected = torch.empty_like(own).scatter_(0, order, torch.arange(own.numel(), device=own.device))
     expected -= torch.searchsorted(own, shared[busy])
@@ -348,8 +349,8 @@ def _check_ranks(tiles: _WorkTiles, group: int) -> None:
         )
 
 
-def _locks(lists: Any, packed: Any, tiles: _WorkTiles) -> None:
-    """The work tiles that add to a query block of a head have semaphore values that rise with their launch."""
+def _check_locks(lists: Any, packed: Any, tiles: _WorkTiles) -> None:
+    """Check that semaphore values of a query block and head ascend with the launch order of work tiles."""
     count, H = tiles.end - tiles.begin, tiles.counts.shape[1]
     plan_tile = torch.arange(count.numel(), device=count.device).repeat_interleave(count)
     step = torch.arange(plan_tile.numel(), device=plan_tile.device) - (count.cumsum(0) - count - tiles.begin)[plan_tile]

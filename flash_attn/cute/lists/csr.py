@@ -1,31 +1,31 @@
-"""The rows of packed sequences' lists (CSR), one sequence after the other, and semaphore values for them.
+"""Rows of packed sequences' lists (CSR), one sequence after the other.
 
-What is known of padded lists (`entries`, `write_order`) holds here too once the rows of all sequences are rows of one,
-and a query block is told from those of other sequences. PyTorch only, and nothing waits for the device.
+`entries` and `write_order` treat them like padded lists of one sequence, with blocks numbered through all sequences.
+PyTorch only; nothing synchronises with the host.
 """
 
 from typing import Any
 
 import torch
 
-from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, STARTS, Kind, Rows, check_lists, fields, tensor
+from flash_attn.cute.lists.entries import LIST_KINDS, LISTS, ORDERS, STARTS, ListKind, Rows, check_lists, fields, tensor
 from flash_attn.cute.lists.formats import as_ragged, sequence_of_row
 
 OptionalTensor = torch.Tensor | None
 
 
 def is_packed(lists: Any) -> bool:
-    """True if the rows of all sequences stand one after the other."""
+    """True if the rows of all sequences are concatenated: counts are [H, rows]."""
     return lists.mask_block_cnt.ndim == 2
 
 
 def packed_rows(
     lists: Any, cu_total_m_blocks: OptionalTensor = None, *, rows_before: str = "cu_total_n_blocks"
 ) -> Rows:
-    """Lists of packed sequences as rows, with one head where all heads share them.
+    """`Rows` of lists of packed sequences, with one head if all heads share them.
 
-    rows_before: the field with the rows before each sequence, of backward lists or of forward ones. cu_total_m_blocks:
-    [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
+    rows_before: field with the number of rows before each sequence: cu_total_n_blocks of backward lists,
+    cu_total_m_blocks of forward lists. cu_total_m_blocks: [B + 1], gives the width of the rows of stacked lists.
     """
     check_lists(fields(lists), packed=True)
     before = getattr(lists, rows_before)
@@ -38,11 +38,11 @@ def packed_rows(
         heads, lists = 1, lists._replace(**{name: t.narrow(0, 0, 1) for name, t in of_heads.items()})
     before, capacity = before.int(), _capacity(lists, heads)
     lists = as_ragged(lists, rows_before, cu_total_m_blocks)
-    kinds = [kind for kind in KINDS if getattr(lists, kind.cnt) is not None]
+    kinds = [kind for kind in LIST_KINDS if getattr(lists, kind.cnt) is not None]
     N = lists.mask_block_cnt.shape[1]
     starts = [getattr(lists, starts_of(lists, kind)).narrow(1, 0, N) for kind in kinds]
     row = torch.arange(N, device=before.device, dtype=torch.int32)
-    # Rows behind the last sequence's list nothing, and may count as its.
+    # Rows past the last sequence are empty, and count as its.
     sequence = sequence_of_row(before.narrow(0, 0, before.shape[0] - 1), row)
     locks = tuple(getattr(lists, kind.order) for kind in kinds)
     return Rows(
@@ -60,26 +60,26 @@ def packed_rows(
 
 
 def with_heads(lists: Any) -> dict[str, torch.Tensor]:
-    """The tensors with a dimension for heads; offsets have one in ragged lists, whose entries have none."""
+    """The tensors with a head dimension: counts, entries unless ragged, and offsets of ragged lists."""
     names = (*LISTS, *ORDERS, *STARTS) if lists.mask_block_idx.ndim == 1 else (*LISTS, *ORDERS)
     tensors = {name: getattr(lists, name) for name in names}
     return {name: t for name, t in tensors.items() if t is not None and t.ndim > 1}
 
 
-def starts_of(lists: Any, kind: Kind) -> str:
-    """The field that says where rows of a kind start in ragged lists: full ones may start where mask ones do."""
-    return KINDS[0].starts if getattr(lists, kind.starts) is None else kind.starts
+def starts_of(lists: Any, kind: ListKind) -> str:
+    """The field with the offsets of a kind's rows in ragged lists; full lists default to the mask lists' offsets."""
+    return LIST_KINDS[0].starts if getattr(lists, kind.starts) is None else kind.starts
 
 
 def _capacity(lists: Any, heads: int) -> int:
-    """Upper bound of the blocks listed, where no two rows share entries."""
+    """Upper bound of the entries, if no two rows share any."""
     indices = [t for t in (lists.mask_block_idx, lists.full_block_idx) if t is not None]
     sizes = [t.numel() if t.ndim == 1 else heads * t.shape[1:].numel() for t in indices]
-    return max(sizes) if indices[0].ndim == 2 else sum(sizes)  # stacked: either holds every block of a row
+    return max(sizes) if indices[0].ndim == 2 else sum(sizes)  # stacked: each kind has capacity for all blocks
 
 
 def _check_starts(lists: Any, like: torch.Tensor, cu_total_m_blocks: OptionalTensor) -> None:
-    """A sequence's start in cu_total_m_blocks, and in the offsets of stacked lists, for each of cu_total_n_blocks."""
+    """Check that cu_total_m_blocks, and the offsets of stacked lists, are integers shaped like cu_total_n_blocks."""
     checked = {}
     if cu_total_m_blocks is not None:
         checked["cu_total_m_blocks"] = tensor("cu_total_m_blocks", cu_total_m_blocks)
@@ -93,8 +93,8 @@ def _check_starts(lists: Any, like: torch.Tensor, cu_total_m_blocks: OptionalTen
 
 
 def refuse_shared_entries(lists: Any, heads: int) -> None:
-    """Heads of ragged lists with lists of their own in one kind need entries of their own in both."""
-    for kind in KINDS:
+    """Refuse ragged lists whose heads share the entries of one kind: semaphore values are per head."""
+    for kind in LIST_KINDS:
         starts = getattr(lists, starts_of(lists, kind))
         if getattr(lists, kind.idx) is not None and starts.shape[0] != heads:
             raise ValueError(

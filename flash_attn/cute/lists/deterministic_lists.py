@@ -1,10 +1,10 @@
-"""Semaphore values in a caller's lists for deterministic backward: checks, and the one list that SM90 loops over."""
+"""Semaphore values in a caller's lists for deterministic backward: checks, and merged lists for SM90."""
 
 from typing import Any, Optional
 
 import torch
 
-from flash_attn.cute.lists.entries import KINDS
+from flash_attn.cute.lists.entries import LIST_KINDS
 from flash_attn.cute.lists.formats import Packing, blocks_before
 from flash_attn.cute.lists.write_order import merged_lists
 
@@ -21,11 +21,10 @@ def prepare(
     cu_seqlens_q: Optional[torch.Tensor] = None,
     seqused_q: Optional[torch.Tensor] = None,
 ) -> Any:
-    """Check what backward on `arch` needs besides the blocks, and merge both kinds for SM90 where order matters.
+    """Check the semaphore values that deterministic backward needs, and merge mask and full blocks for SM90.
 
-    seqlen_q: queries of the longest sequence; a tensor where the host does not know it. block_q: queries of a block.
-    cu_seqlens_q, seqused_q: int32 [B + 1] and [B], of packed sequences: where they start, and how many of their queries
-    are there. None: all have `seqlen_q`.
+    seqlen_q: queries of the longest sequence; a tensor if the host does not know it. block_q: queries of a block.
+    cu_seqlens_q, seqused_q: int32 [B + 1] and [B], starts and lengths of packed sequences. None: all have `seqlen_q`.
     """
     if lists.plan is not None:
         if deterministic and lists.dq_write_order is None:
@@ -46,14 +45,14 @@ def prepare(
 
 
 def require_write_order(lists: Any) -> Any:
-    """The lists with semaphore values expanded to the shape of the index lists they belong to, or those to theirs.
+    """Check semaphore values, and expand them and the index lists to one shape.
 
-    What upstream refuses as well is refused in its words: programs match on them.
+    Errors that upstream raises too have its messages: programs match on them.
     """
     if lists.mask_block_cnt is None or lists.mask_block_idx is None:
         raise ValueError("mask_block_cnt and mask_block_idx must be provided for block sparsity.")
     changed: dict[str, Optional[torch.Tensor]] = {}
-    for _, _, idx_name, name, _ in KINDS:
+    for _, _, idx_name, name, _ in LIST_KINDS:
         order, idx = getattr(lists, name), getattr(lists, idx_name)
         if idx is None:
             changed[name] = None
@@ -81,7 +80,7 @@ def _missing(name: str, idx_name: str, spt: Any) -> str:
 
 
 def _fitted(name: str, order: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Semaphore values and the indices that they belong to, in one shape."""
+    """Semaphore values and their indices, expanded to one shape."""
     if order.dtype != torch.int32:
         raise ValueError(f"{name} must have dtype torch.int32, got {order.dtype}")
     if order.device != idx.device:

@@ -1,9 +1,9 @@
-"""The fields of block lists, checked, and the listed blocks one after the other without padding.
+"""Checks of the fields of block lists, and their entries in one flat sequence without padding.
 
 A check names the argument, its value, and what was expected; none reads a tensor's values. A row lists key blocks of a
-query block in forward lists, query blocks of a key block in backward lists. `Rows` (CSR) says where a row's entries
-lie, in every form of lists; `flat_entries` is what transposing, ordering and merging lists have in common. Time and
-memory are proportional to an upper bound of the blocks listed; nothing synchronises with the host. PyTorch only.
+query block in forward lists, query blocks of a key block in backward lists. `Rows` (CSR) locates a row's entries in
+every form of lists; transposing, ordering and merging lists are based on `flat_entries`. Time and memory are
+proportional to an upper bound of the blocks listed; nothing synchronises with the host. PyTorch only.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import torch
 OptionalTensor = torch.Tensor | None
 
 
-class Kind(NamedTuple):
-    """The fields of block lists that hold mask blocks, or full ones."""
+class ListKind(NamedTuple):
+    """Field names of block lists for mask blocks, or for full blocks."""
 
     name: str
     cnt: str
@@ -25,13 +25,13 @@ class Kind(NamedTuple):
     starts: str
 
 
-KINDS = (
-    Kind("mask", "mask_block_cnt", "mask_block_idx", "dq_write_order", "cu_block_idx_offsets"),
-    Kind("full", "full_block_cnt", "full_block_idx", "dq_write_order_full", "cu_full_block_idx_offsets"),
+LIST_KINDS = (
+    ListKind("mask", "mask_block_cnt", "mask_block_idx", "dq_write_order", "cu_block_idx_offsets"),
+    ListKind("full", "full_block_cnt", "full_block_idx", "dq_write_order_full", "cu_full_block_idx_offsets"),
 )
-LISTS = tuple(field for kind in KINDS for field in (kind.cnt, kind.idx))
-ORDERS = tuple(kind.order for kind in KINDS)
-STARTS = tuple(kind.starts for kind in KINDS)
+LISTS = tuple(field for kind in LIST_KINDS for field in (kind.cnt, kind.idx))
+ORDERS = tuple(kind.order for kind in LIST_KINDS)
+STARTS = tuple(kind.starts for kind in LIST_KINDS)
 
 
 def integer(name: str, value: object, least: int = 1) -> int:
@@ -85,7 +85,7 @@ def bool_table(name: str, value: object) -> torch.Tensor:
 
 
 def fields(lists: Any) -> tuple[Any, Any, Any, Any]:
-    """Counts and indices, mask and full, of what has the fields of BlockSparseTensorsTorch, and no bits."""
+    """(mask counts, mask indices, full counts, full indices) of lists without bits."""
     if getattr(lists, "mask_block_bits", None) is not None:
         raise NotImplementedError("mask_block_bits: only SM90 forward reads lists with a bit for each token")
     try:
@@ -95,7 +95,7 @@ def fields(lists: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def check_lists(tensors: Sequence[Any], *, packed: bool = False) -> None:
-    """Counts and indices, mask and full (or None), that go together: padded lists, or of packed sequences."""
+    """Check that types and shapes of `fields` are consistent: padded lists, or lists of packed sequences."""
     expected, ranks = "[B, H, N] and [B, H, N, width]", ((3, 4),)
     if packed:
         expected, ranks = "[H, rows], and [H, rows, n], [H, L] or [L]", ((2, 3), (2, 2), (2, 1))
@@ -123,18 +123,18 @@ def check_lists(tensors: Sequence[Any], *, packed: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Lists as rows (CSR): mask lists and, if there are any, full ones. Padded lists count as one sequence."""
+    """Rows of lists in CSR: mask lists and, if any, full lists. Padded lists count as one sequence."""
 
-    counts: tuple[torch.Tensor, ...]  # of each kind, [heads, N]: entries of a row
-    starts: tuple[torch.Tensor, ...]  # the same: offset of its first one in `indices`
-    indices: tuple[torch.Tensor, ...]  # of each kind, flat
-    locks: tuple[torch.Tensor, ...] | None  # semaphore values of each kind, flat like its indices; None without
-    sequence: torch.Tensor  # [N], of a row
-    block: torch.Tensor  # [N], the row's number in its sequence
-    sequences: int  # how many there are
-    capacity: int  # upper bound of the entries, all heads together, where no two rows share any
+    counts: tuple[torch.Tensor, ...]  # per kind, [heads, N]: entries of a row
+    starts: tuple[torch.Tensor, ...]  # per kind, [heads, N]: offset of a row's first entry in `indices`
+    indices: tuple[torch.Tensor, ...]  # per kind, flat
+    locks: tuple[torch.Tensor, ...] | None  # semaphore values per kind, laid out like `indices`; None without
+    sequence: torch.Tensor  # [N], sequence of a row
+    block: torch.Tensor  # [N], index of a row in its sequence
+    sequences: int
+    capacity: int  # upper bound of the entries of all heads, if no two rows share any
     lead: tuple[int, int]  # batches and heads of the rows, (1, heads) of packed sequences
-    repeated: tuple[int, int]  # those of the caller's tensors
+    repeated: tuple[int, int]  # batches and heads of the caller's tensors
 
     @property
     def heads(self) -> int:
@@ -146,7 +146,7 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """Entries that a padded row has capacity for, mask and full ones together."""
+        """Capacity of a padded row, mask and full entries together."""
         return self.capacity // max(self.heads * self.N, 1)
 
     def total(self) -> torch.Tensor:
@@ -154,19 +154,19 @@ class Rows:
         return sum(self.counts[1:], start=self.counts[0])
 
     def padded(self, flat: torch.Tensor) -> torch.Tensor:
-        """[B, H, N] or [B, H, N, n] of the caller, of padded lists."""
+        """Values of padded lists in the caller's shape, [B, H, N] or [B, H, N, n]."""
         return flat.view(*self.lead, self.N, *flat.shape[2:]).expand(*self.repeated, self.N, *flat.shape[2:])
 
     def launch_order(self, order: OptionalTensor) -> OptionalTensor:
-        """[heads, N], of an order [1 or B, 1 or H, N], which may be repeated where the lists no longer are."""
+        """An order [1 or B, 1 or H, N] as [heads, N], without batches and heads that the rows have no more."""
         return None if order is None else narrow(order, self.lead).flatten(0, 1)
 
 
 def padded_rows(lists: Any, order: OptionalTensor = None, *, locks: bool = False) -> Rows:
-    """The rows of padded lists, without the batches and heads that repeat others.
+    """The rows of padded lists, without broadcast batches and heads.
 
-    order: [1 or B, 1 or H, N], of the launch, which may tell batches and heads apart that share lists. locks: with the
-    semaphore values of the lists.
+    order: launch order [1 or B, 1 or H, N]; batches and heads that share lists are kept apart if it differs between
+    them. locks: include the semaphore values of the lists.
     """
     tensors = fields(lists)
     check_lists(tensors)
@@ -196,7 +196,7 @@ def padded_rows(lists: Any, order: OptionalTensor = None, *, locks: bool = False
 
 
 def narrow(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Batch and head dimensions of the given sizes: either cut to 1 or repeated."""
+    """The tensor with batch and head dimensions of the given sizes, each cut to 1 or expanded."""
     for d in (0, 1):
         if shape[d] == 1:
             tensor = tensor.narrow(d, 0, 1)
@@ -205,15 +205,15 @@ def narrow(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FlatEntries:
-    """The listed blocks, one after the other: heads, their rows in launch order, mask blocks before full ones.
+    """Entries of lists in one flat sequence: by head, row in launch order, mask blocks before full blocks.
 
-    All tensors are [E], E at least the number listed; what lies past it is not `listed`.
+    All tensors are [E], E at least the number of entries; elements past it are not `listed`.
     """
 
-    row: torch.Tensor  # head * N + the row's number in its head
-    place: torch.Tensor  # in the row, mask blocks first
-    at: torch.Tensor  # offset in the indices of the entry's kind; 0 where nothing is listed
-    block: torch.Tensor  # what the row lists there; counted through all packed sequences if `across` was given
+    row: torch.Tensor  # head * N + index of the row in its head
+    position: torch.Tensor  # in the row, mask blocks first
+    at: torch.Tensor  # offset in the indices of the entry's kind; 0 if not listed
+    block: torch.Tensor  # listed block; plus sequence * across, if `across` was given
     is_full: torch.Tensor
     listed: torch.Tensor
     rows: Rows
@@ -223,16 +223,16 @@ class FlatEntries:
         return _pick(tensors, self.at, self.is_full)
 
     def put(self, values: torch.Tensor, *, full: bool) -> torch.Tensor:
-        """A flat tensor like the mask (or full) indices with the entries' values in it, 0 elsewhere."""
+        """A flat tensor laid out like the mask (or full) indices with the entries' values, 0 elsewhere."""
         of_kind = self.listed & (self.is_full if full else self.is_full.logical_not())
         return scatter(values, self.at, of_kind, self.rows.indices[full].shape)
 
 
 def flat_entries(rows: Rows, order: OptionalTensor, most: int, across: int = 0) -> FlatEntries:
-    """The listed blocks, without a look at the padding: `most` is at least their number.
+    """The entries of all rows, at most `most`, in work proportional to `most`, not to the padding.
 
-    order: [1 or heads, N], the rows of each head in the order wanted. None: from the first to the last. across: blocks
-    that a sequence's rows may list, to tell those of packed sequences apart.
+    order: [1 or heads, N], the rows of each head in the order wanted; None: ascending. across: upper bound of the
+    blocks that a row can list, added per packed sequence to make block indices unique.
     """
     counts = rows.total().flatten()
     number = torch.arange(counts.numel(), device=counts.device)
@@ -244,18 +244,18 @@ def flat_entries(rows: Rows, order: OptionalTensor, most: int, across: int = 0) 
     row = torch.searchsorted(ends, at, right=True)  # rows that end before the entry
     listed = row < number.numel()
     row = row.clamp(max=max(number.numel() - 1, 0))
-    place = torch.where(listed, at - (ends - counts).index_select(0, row), 0)
+    position = torch.where(listed, at - (ends - counts).index_select(0, row), 0)
     row = number.index_select(0, row)
-    at, is_full = rows.starts[0].flatten().index_select(0, row) + place, torch.zeros_like(listed)
+    at, is_full = rows.starts[0].flatten().index_select(0, row) + position, torch.zeros_like(listed)
     if len(rows.counts) > 1:
         masks = rows.counts[0].flatten().index_select(0, row)
-        is_full = place >= masks
-        at = torch.where(is_full, rows.starts[1].flatten().index_select(0, row) + place - masks, at)
+        is_full = position >= masks
+        at = torch.where(is_full, rows.starts[1].flatten().index_select(0, row) + position - masks, at)
     at, row = torch.where(listed, at, 0), row.int()
     block = _pick(rows.indices, at, is_full)
     if rows.sequences > 1 and across:
         block = block + rows.sequence.index_select(0, row % max(rows.N, 1)) * across
-    return FlatEntries(row, place.int(), at, block, is_full, listed, rows)
+    return FlatEntries(row, position.int(), at, block, is_full, listed, rows)
 
 
 def _pick(tensors: Sequence[torch.Tensor], at: torch.Tensor, is_full: torch.Tensor) -> torch.Tensor:
@@ -272,6 +272,6 @@ def _at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 def scatter(values: torch.Tensor, at: torch.Tensor, kept: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros of `shape` with the values that are `kept` at their offsets."""
     size = torch.Size(shape).numel()
-    spread = torch.zeros(size + 1, dtype=torch.int32, device=values.device)  # the others go past the end
+    spread = torch.zeros(size + 1, dtype=torch.int32, device=values.device)  # values that are not kept go past the end
     spread.scatter_(0, torch.where(kept, at, size), values.int())
     return spread.narrow(0, 0, size).view(shape)

@@ -1,14 +1,14 @@
-"""Block lists of packed sequences: what a call may bring, checked and brought into the one form that kernels read.
+"""Block lists of packed sequences: checks, and conversion of all forms to the one that kernels read.
 
-Rows of all sequences stand one after the other. A caller's lists have one of four forms, told apart by their ranks:
+Rows of all sequences are concatenated. A caller's lists have one of four forms, distinguished by their ranks:
 
     padded    counts [B, H, rows], entries [B, H, rows, n]
     compact   counts [H, total rows], entries [H, total rows, n]
     stacked   counts [H, total rows], entries [H, L]: a row has an entry for each block of its sequence
     ragged    counts [H, total rows], entries [L], and [H, total rows] offsets of the rows (CSR)
 
-Kernels know padded and ragged ones; `as_ragged` makes ragged lists of the others without copying entries. What upstream
-refuses as well is refused in its words, which programs match on. Nothing here reads the values of a tensor.
+Kernels read padded and ragged ones; `as_ragged` makes ragged lists of the others without copying entries. Errors that
+upstream raises too have its messages, which programs match on. Nothing here reads the values of a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flash_attn.cute.lists import entries as list_entries
-from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, STARTS, Kind
+from flash_attn.cute.lists.entries import LIST_KINDS, LISTS, ORDERS, STARTS, ListKind
 
 if TYPE_CHECKING:  # which imports this module
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -34,7 +34,7 @@ FORMS = {(3, 4): "padded", (2, 3): "compact", (2, 2): "stacked", (2, 1): "ragged
 
 @dataclass(frozen=True)
 class Direction:
-    """The side that is a row and the side that is an entry, forward or backward."""
+    """Forward or backward lists: which side, queries or keys, has the rows; entries are of the other one."""
 
     argument: str
     rows_before: str  # the field with the number of rows before each sequence
@@ -54,18 +54,18 @@ class Packing:
     longest: tuple[int | None, int | None]  # the largest, where the host knows it
 
     def varies(self, side: int) -> bool:
-        """Lengths on this side may differ between sequences."""
+        """True if lengths on this side may differ between sequences."""
         return self.starts[side] is not None or self.used[side] is not None
 
     def lengths(self, side: int) -> torch.Tensor | None:
-        """[B]; None where all sequences have the length of the tensors."""
+        """[B]; None if all sequences have the length of the tensors."""
         if self.used[side] is not None:
             return self.used[side]
         return None if self.starts[side] is None else self.starts[side].diff()
 
 
 def packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k) -> Packing | None:
-    """None where the sequences are not packed: they have lists [B, H, rows, n] of the tensors' own lengths."""
+    """The lengths of packed sequences; None where neither side is packed."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return None
     longest = tuple(m if isinstance(m, int) else None for m in (max_seqlen_q, max_seqlen_k))
@@ -83,10 +83,10 @@ def fit(
     across: int,
     on_gpu: bool = True,
 ) -> BlockSparseTensorsTorch:
-    """The lists, padded or ragged, with every broadcast dimension expanded.
+    """Check lists, and return them padded or ragged, with every broadcast dimension expanded.
 
-    block_size: (queries, keys) of a block. across: tokens of every sequence in the direction that rows list, where
-    `packed` does not say. on_gpu: refuse lists that are not; all tensors have to be on one device in any case.
+    block_size: (queries, keys) of a block. across: length of every sequence in the direction that rows list, unless
+    `packed` has it. on_gpu: refuse lists on the CPU; all tensors have to be on one device in any case.
     """
     name, other = direction.argument, 1 - direction.side
     form, block = _form(name, tensors), block_size[direction.side]
@@ -99,9 +99,9 @@ def fit(
     if form == "padded" and longest is not None and rows * block < longest:
         raise ValueError(f"{name}.mask_block_cnt has {rows} rows of {block} tokens, but a sequence has {longest}")
     fitted = {}
-    for kind in KINDS:
+    for kind in LIST_KINDS:
         fitted |= _fit_pair(name, tensors, kind, form, (*lead, rows))
-    for kind in KINDS:
+    for kind in LIST_KINDS:
         fitted[kind.order] = _fit_order(name, kind.order, getattr(tensors, kind.order), fitted[kind.idx])
     if tensors.mask_block_bits is not None:
         fitted["mask_block_bits"] = tensors.mask_block_bits.expand(*fitted["mask_block_idx"].shape, -1)
@@ -139,7 +139,7 @@ def fit_forward(
     block_k: int,
     seqlen_k: int,
 ):
-    """The fitted forward lists, and how many of the kernel's query tiles (of `tile_q`) make one of their blocks."""
+    """The fitted forward lists, and the number of the kernel's query tiles (of `tile_q`) per block."""
     block_q = tile_q if tensors.block_size is None else tensors.block_size[0]
     if block_q <= 0 or block_q % tile_q:
         raise ValueError(
@@ -156,11 +156,11 @@ def fit_forward(
 def as_ragged(
     tensors: BlockSparseTensorsTorch, rows_before: str, across: torch.Tensor | None = None
 ) -> BlockSparseTensorsTorch:
-    """Packed lists as ragged ones: where rows start is computed, and the entries are read where they are.
+    """Packed lists as ragged ones: offsets of rows are computed, and entries are not copied.
 
-    rows_before: the field with the number of rows before each sequence, integers [B + 1]; the last one may lack.
-    across: integers [B + 1], blocks before each sequence in the direction that rows list. Stacked lists need it: their
-    rows have capacity for each block of their sequence.
+    rows_before: field with the number of rows before each sequence, integers [B + 1], or [B]. across: integers [B + 1],
+    blocks before each sequence in the direction that rows list. Stacked lists need it: their rows have capacity for all
+    blocks of their sequence.
     """
     if tensors.mask_block_bits is not None:
         idx, bits = tensors.mask_block_idx.contiguous(), tensors.mask_block_bits.contiguous().flatten(0, -2)
@@ -169,7 +169,7 @@ def as_ragged(
         return tensors
     first = _stacked_starts(tensors, rows_before, across) if tensors.mask_block_idx.ndim == 2 else None
     changed: dict[str, torch.Tensor | None] = {}
-    for _, _, idx_field, order_field, starts_field in KINDS:
+    for _, _, idx_field, order_field, starts_field in LIST_KINDS:
         idx, order = getattr(tensors, idx_field), getattr(tensors, order_field)
         if idx is None:
             changed[starts_field] = None
@@ -184,7 +184,7 @@ def as_ragged(
 
 
 def _starts(idx: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
-    """int64 [H, rows] of compact or stacked indices. first: [rows], of the rows of one head of stacked ones."""
+    """int64 [H, rows], offsets of the rows of compact or stacked indices. first: [rows], those of one stacked head."""
     heads, rows, apart = idx.shape[0], idx.shape[1], idx.stride(1)
     if first is None:
         if heads > 1 and idx.stride(0) == rows * apart > 0:  # contiguous, as most are: one launch
@@ -196,15 +196,15 @@ def _starts(idx: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
 
 
 def _addressable(tensors: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
-    """Flat entries as if they were no longer than a kernel's shapes can say, which nothing reads: offsets are int64."""
-    fields = (*(name for kind in KINDS for name in (kind.idx, kind.order)), "mask_block_bits")
+    """Cap the length of flat entries at a 32-bit shape: kernels address them by int64 offsets and ignore the shape."""
+    fields = (*(name for kind in LIST_KINDS for name in (kind.idx, kind.order)), "mask_block_bits")
     given = {name: getattr(tensors, name) for name in fields}
     longer = {name: t for name, t in given.items() if t is not None and t.shape[0] > MOST_IN_SHAPE}
     return tensors._replace(**{name: t.narrow(0, 0, MOST_IN_SHAPE) for name, t in longer.items()})
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's memory, from its first element to its last: element (i, j) is at i * stride(0) + j."""
+    """A flat view of a tensor's memory: element (i, j) is at i * stride(0) + j."""
     if tensor.numel() == 0:
         return tensor.reshape(-1)
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -212,7 +212,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stacked_starts(tensors: BlockSparseTensorsTorch, rows_before: str, across: torch.Tensor | None) -> torch.Tensor:
-    """int64 [rows]: where rows of one head start."""
+    """int64 [rows]: offsets of the rows of one head of stacked lists."""
     if across is None:
         side = "m" if rows_before == BACKWARD.rows_before else "n"
         raise ValueError(
@@ -224,7 +224,7 @@ def _stacked_starts(tensors: BlockSparseTensorsTorch, rows_before: str, across: 
     sequences = widths.shape[0]
     before = getattr(tensors, rows_before).long().narrow(0, 0, sequences)
     offsets = tensors.cu_block_idx_offsets
-    if offsets is None:  # one sequence's rows follow the other's
+    if offsets is None:  # rows of all sequences are contiguous
         capacity = before.diff() * widths.narrow(0, 0, sequences - 1)
         offsets = torch.nn.functional.pad(capacity.cumsum(0), (1, 0))
     sequence = sequence_of_row(before, row)
@@ -233,7 +233,7 @@ def _stacked_starts(tensors: BlockSparseTensorsTorch, rows_before: str, across: 
 
 
 def sequence_of_row(before: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """The sequence that a row belongs to. before: [B], rows of all sequences before each one."""
+    """Index of the sequence of each row. before: [B], number of rows before each sequence."""
     return (torch.searchsorted(before, row, right=True, out_int32=before.dtype == torch.int32) - 1).clamp(min=0)
 
 
@@ -243,14 +243,14 @@ def launch_arguments(tensors: BlockSparseTensorsTorch | None):
 
 
 def offset_types(tensors: BlockSparseTensorsTorch) -> tuple:
-    """Types of the offsets, which compiled code depends on: part of the compile key."""
+    """Part of the compile key: dtypes and broadcast strides of the offsets, and whether there is a plan."""
     offsets = (tensors.cu_total_m_blocks, tensors.cu_total_n_blocks, *(getattr(tensors, field) for field in STARTS))
     kinds = tuple(None if t is None else (t.dtype, *(stride == 0 for stride in t.stride())) for t in offsets)
     return *kinds, tensors.plan is not None
 
 
 def cu_total_blocks(cu_seqlens: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[B + 1] int32: how many blocks of `block_size` tokens the sequences before each one have.
+    """[B + 1] int32: number of blocks of `block_size` tokens before each packed sequence, and in all.
 
     With the queries' cu_seqlens this is cu_total_m_blocks, with the keys' cu_total_n_blocks.
 
@@ -270,10 +270,10 @@ def cu_total_blocks(cu_seqlens: torch.Tensor, block_size: int) -> torch.Tensor:
 def blocks_before(
     packed: Packing | None, side: int, block: int, seqlen: int, *, batch: int, device: torch.device
 ) -> torch.Tensor:
-    """int64 [B + 1]: blocks of all sequences before each one, as kernels count them.
+    """int64 [B + 1]: number of blocks before each sequence, and in all.
 
-    side: 0 for queries, 1 for keys. block: tokens of a block on that side. seqlen: of every one of `batch` sequences,
-    where `packed` does not say.
+    side: 0 for queries, 1 for keys. block: tokens per block on that side. seqlen: length of each of `batch` sequences,
+    unless `packed` has lengths.
     """
     lengths = None if packed is None else packed.lengths(side)
     if lengths is None:
@@ -294,7 +294,7 @@ def _form(name: str, tensors: BlockSparseTensorsTorch) -> str:
     return form
 
 
-def _fit_pair(name: str, tensors: BlockSparseTensorsTorch, kind: Kind, form: str, shape: tuple[int, ...]) -> dict:
+def _fit_pair(name: str, tensors: BlockSparseTensorsTorch, kind: ListKind, form: str, shape: tuple[int, ...]) -> dict:
     fields = kind.cnt, kind.idx
     counts, indices = (getattr(tensors, field) for field in fields)
     if (counts is None) != (indices is None):
@@ -323,7 +323,7 @@ def _fit_order(name: str, field: str, order: torch.Tensor | None, like: torch.Te
 
 
 def _fit_row_offsets(name: str, tensors: BlockSparseTensorsTorch, field: str, heads: int, rows: int) -> torch.Tensor:
-    """[heads, rows] out of one start a row; a last one, where the last row ends, may stand behind them."""
+    """Offsets of rows, [heads, rows] or [heads, rows + 1] with the end of the last row."""
     offsets = getattr(tensors, field)
     if offsets is None or offsets.ndim != 2 or offsets.shape[1] not in (rows, rows + 1):
         raise ValueError(
@@ -335,7 +335,7 @@ def _fit_row_offsets(name: str, tensors: BlockSparseTensorsTorch, field: str, he
 
 
 def _need_starts(direction: Direction, lists: BlockSparseTensorsTorch, field: str, batch: int, when: str = "") -> None:
-    """[B + 1], where sequences start. Kernels read the first B; backward lists are also taken apart by their shape."""
+    """Check the starts of sequences, [B + 1]. Kernels read the first B, so forward's may have any length from B on."""
     name, tensor = direction.argument, getattr(lists, field)
     if tensor is None:
         raise ValueError(f"Varlen block sparsity {when}requires {name}.{field}, with shape ({batch + 1},); got None")

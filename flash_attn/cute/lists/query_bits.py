@@ -1,16 +1,16 @@
-"""Forward lists of tiles of packed heads, whose entries have a bit for each token: unions of the tokens' own lists.
+"""Forward lists with a bit per token: a tile of packed heads has the union of its tokens' own lists.
 
 With `BlockSparseTensorsTorch.mask_block_bits` each token has block lists of its own. The query heads of a key/value
-head are packed: row r of a sequence is token r // G and head r % G, and a row of lists belongs to `BIT_ROWS` such rows,
-tile i to rows BIT_ROWS * i and following. Entries are mask blocks of `BIT_KEYS` keys that any of its tokens lists. Bit
-j % 32 of word j // 32 says that token BIT_ROWS * i // G + j does: 1 word for G >= 4, 2 for G = 2 and 3, 4 for G = 1.
-Lists for each query head are those of a group of one. Twice or four times as many words, up to 4, are of parts of a
-block: bits of its first half or quarter, then the next's. Causal and window hide further keys.
+head are packed: row r of a sequence is token r // G and head r % G, and list i belongs to the `BIT_ROWS` rows from
+BIT_ROWS * i on. Its entries are mask blocks of `BIT_KEYS` keys that any of its tokens lists. Bit j % 32 of word j // 32
+says that token BIT_ROWS * i // G + j lists the block: 1 word for G >= 4, 2 for G = 2 and 3, 4 for G = 1. Lists per
+query head have G = 1. Two or four times as many words, up to 4, are bits per half or quarter of a block: those of the
+first part, then the next. Causal and window mask further keys.
 
     counts [B, Hkv, tiles], entries [B, Hkv, tiles, n], bits [B, Hkv, tiles, n, words]
 
-Packed sequences take the other forms of `formats` too; cu_total_m_blocks then counts tiles of rows. SM90 forward,
-`fwd_unions` and the dq pass read such lists; everything else refuses them.
+Packed sequences may have the other forms of `formats`; cu_total_m_blocks then counts tiles of rows. Readers are SM90
+forward, `fwd_unions` and the dq pass; everything else refuses such lists.
 """
 
 from dataclasses import replace
@@ -22,12 +22,12 @@ import torch
 from flash_attn.cute.lists.tiling import BIT_ROWS, STEP
 
 BIT_KEYS = STEP // 2  # keys of a block
-WORDS = (1, 2, 4)  # of an entry
+WORDS = (1, 2, 4)  # possible numbers of words per entry
 
 
 def words_for(heads: int) -> int:
-    """Words of bits that an entry needs at least, with `heads` query heads to a key/value head."""
-    tokens = (heads - gcd(BIT_ROWS, heads) + BIT_ROWS - 1) // heads + 1  # where the first one has fewest rows
+    """Least number of words per entry with `heads` query heads per key/value head."""
+    tokens = (heads - gcd(BIT_ROWS, heads) + BIT_ROWS - 1) // heads + 1  # in a tile, at most
     return next(n for n in WORDS if tokens <= 32 * n)
 
 
@@ -37,15 +37,15 @@ def has_bits(lists: Any) -> bool:
 
 
 def refuse_bits(what: str, *lists: Any) -> None:
-    """Refuse lists with bits where only those without are read; `what` names the reader."""
+    """Refuse lists with bits; `what` names the reader that does not support them."""
     if any(map(has_bits, lists)):
         raise NotImplementedError(f"mask_block_bits: lists with a bit for each token are not read by {what}")
 
 
 def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bool]:
-    """A forward call's lists, which say what a block is, and whether heads are packed.
+    """Check a forward call's lists with bits: (lists with block_size, whether heads are packed).
 
-    heads: `ListHeads` of the lists. group: query heads to a key/value head.
+    heads: `ListHeads` of the lists. group: query heads per key/value head.
     """
     group = rows_of_token(heads, group)
     bits, idx = lists.mask_block_bits, lists.mask_block_idx
@@ -75,12 +75,12 @@ def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bo
 
 
 def rows_of_token(heads: Any, group: int) -> int:
-    """Rows that a token has in a tile: one for each of `group` query heads that share a list. heads: `ListHeads`."""
+    """Rows per token in a tile: `group` if its query heads share a list, else 1. heads: `ListHeads`."""
     return group if heads.packable else 1
 
 
 def forward_config(lists: Any, *, group: int, seqlen_q: int | None, packed: Any, **given: Any) -> Any:
-    """`normalize_block_sparse_config` for lists with bits, whose rows are `group` times as many as queries."""
+    """`normalize_block_sparse_config` for lists with bits, whose rows are query * group + head."""
     from flash_attn.cute.block_sparsity import get_block_sparse_broadcast_pattern, normalize_block_sparse_config
 
     if packed is not None and packed.longest[0] is not None:
@@ -97,9 +97,9 @@ def forward_config(lists: Any, *, group: int, seqlen_q: int | None, packed: Any,
 
 
 def words(lists: Any, list_parts: int) -> int:
-    """Words of bits that SM90 forward reads beside an entry; 0 without bits.
+    """Words of bits per entry that SM90 forward reads; 0 without bits.
 
-    list_parts: of `tiling.forward_parts`.
+    list_parts: result of `tiling.forward_parts`.
     """
     if not has_bits(lists):
         return 0
@@ -112,7 +112,7 @@ def words(lists: Any, list_parts: int) -> int:
 
 
 def block_sums(q: torch.Tensor, heads: int, blocks: int) -> torch.Tensor:
-    """An empty tensor for what `fwd_sm90.block_sums` writes; blocks: that a token lists at most, 64 keys of them."""
+    """An uninitialised tensor for `fwd_sm90.block_sums`; blocks: most blocks of 64 keys that a token lists."""
     rows, group = q.shape[:-2].numel(), q.shape[-2] // heads
     sums = torch.empty(rows, heads, blocks * group, dtype=torch.float32, device=q.device)
     sums.__leading_dim__, sums.__assumed_align__ = 2, 4
@@ -120,7 +120,7 @@ def block_sums(q: torch.Tensor, heads: int, blocks: int) -> torch.Tensor:
 
 
 def check_pages(page_size: int) -> None:
-    """Raise NotImplementedError where a block of a list with bits may lie on two pages of so many keys."""
+    """Raise NotImplementedError if a block of a list with bits may straddle two pages of `page_size` keys."""
     if page_size % BIT_KEYS:
         raise NotImplementedError(
             f"mask_block_bits: SM90 forward reads lists over pages of a multiple of {BIT_KEYS} keys, got {page_size}"

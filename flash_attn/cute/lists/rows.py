@@ -1,14 +1,14 @@
-"""Rows of block lists as kernels read them: where they lie, the heads that share them, semaphores of dk and dv.
+"""Rows of block lists in kernels: their addresses, the heads that share them, semaphores of dk and dv.
 
 A row is the list of one block: key blocks of a query block in forward, query blocks of a key block in backward. Kernels
-read padded lists [B, H, rows, n] or ragged ones [L] (`formats`), told apart by rank when they are compiled. Offsets of
-entries are 64 bits wide, row numbers 32.
+read padded lists [B, H, rows, n] or ragged ones [L] (`formats`), by rank at compile time. Offsets of entries have 64
+bits, row indices 32.
 
-Lists of a key/value head that serve the query heads of its group get a head dimension of (group, key/value heads) with
-stride zero over the group: kernels index it by query head, and nothing is repeated in memory.
+Lists of a key/value head that its query heads share get a head dimension of (group, key/value heads) with stride zero
+over the group: kernels index it by query head, and nothing is repeated in memory.
 
-In deterministic backward on SM100 the query heads of a group add to dk and dv in their order. A head with a list of its
-own may list nothing at a key tile; `pass_semaphore` then counts up for it.
+In deterministic backward on SM100 the query heads of a group add to dk and dv in order of heads. A head whose own list
+is empty at a key tile adds nothing; `pass_semaphore` then increments for it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from flash_attn.cute.lists.entries import LISTS, ORDERS, STARTS
 
 @dataclass(frozen=True)
 class ListRow:
-    """The place of a row's counts, and where its mask and its full entries start (None: at the same place)."""
+    """Index of a row in the count tensors, and offsets of its mask and full entries; None: the same index."""
 
-    place: tuple
+    index: tuple
     starts: tuple[Int64 | None, Int64 | None]
 
     def count(self, counts: cute.Tensor) -> Int32:
-        return counts[self.place]
+        return counts[self.index]
 
     def entries(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor:
         """The row of `tensor`: mask_block_idx, full_block_idx, or one laid out like them."""
         start = self.starts[full]
-        return tensor[(*self.place, None)] if start is None else cute.domain_offset(start, tensor)
+        return tensor[(*self.index, None)] if start is None else cute.domain_offset(start, tensor)
 
     def bits(self, tensor: cute.Tensor) -> cute.Tensor:
         """The row of mask_block_bits, [entries, words]."""
         start = self.starts[0]
-        return tensor[(*self.place, None, None)] if start is None else cute.domain_offset((start, 0), tensor)
+        return tensor[(*self.index, None, None)] if start is None else cute.domain_offset((start, 0), tensor)
 
 
 def find_row(
@@ -67,16 +67,16 @@ def find_row(
 
 
 @cute.jit
-def entry_at(place: Int32, mask_count: Int32, mask_idx: cute.Tensor, full_idx: cute.Tensor | None) -> Int32:
-    """2 * block + is_full for a place in a row: its mask blocks, then its full ones."""
+def entry_at(position: Int32, mask_count: Int32, mask_idx: cute.Tensor, full_idx: cute.Tensor | None) -> Int32:
+    """2 * block + is_full for a position in a row: its mask blocks, then its full blocks."""
     entry = Int32(0)
     if const_expr(full_idx is None):
-        entry = mask_idx[place] * 2
+        entry = mask_idx[position] * 2
     else:
-        if place < mask_count:
-            entry = mask_idx[place] * 2
+        if position < mask_count:
+            entry = mask_idx[position] * 2
         else:
-            entry = full_idx[place - mask_count] * 2 + 1
+            entry = full_idx[position - mask_count] * 2 + 1
     return entry
 
 
@@ -105,14 +105,14 @@ class ListHeads:
         return ListHeads(num_head_kv, num_head // num_head_kv, packable=True)
 
     def group_in_kernel(self, pack_gqa: bool) -> int:
-        """Heads of the kernel's grid that share a list: with pack_gqa the grid has key/value heads."""
+        """Heads of the kernel's grid per list: with pack_gqa the grid has key/value heads."""
         return 1 if pack_gqa else self.group
 
 
 def _given_heads(tensors: BlockSparseTensorsTorch) -> int:
-    """The head dimension of the lists, whichever of them leave it at 1; packed lists have it first.
+    """Heads of the lists: the largest size of the head dimension, which tensors may broadcast with size 1.
 
-    Ragged entries have none: they are one row for all heads.
+    It is the first dimension of packed lists, the second of padded ones; ragged entries, [L], have none.
     """
     counts = tensors.mask_block_cnt
     head_dim = 0 if counts is not None and counts.ndim == 2 else 1
@@ -121,11 +121,11 @@ def _given_heads(tensors: BlockSparseTensorsTorch) -> int:
 
 
 def lists_by_query_head(tensors: Optional[BlockSparseTensors], group: int) -> Optional[BlockSparseTensors]:
-    """The lists as a kernel indexes them, with an index among `group` times as many heads."""
+    """Lists that a kernel indexes by query head: each head of the given ones counts for a group of `group`."""
     if tensors is None or group == 1:
         return tensors
     head_dim = 0 if cute.rank(tensors.mask_block_cnt.shape) == 2 else 1
-    # Starts of ragged rows have heads too; those of stacked lists have none.
+    # Offsets of ragged rows have a head dimension too; those of stacked lists do not.
     lists = {name: getattr(tensors, name) for name in (*LISTS, *ORDERS, *STARTS)}
     with_heads = {name: t for name, t in lists.items() if t is not None and cute.rank(t.shape) > 1}
     return tensors._replace(**{name: _spread(t, head_dim, group) for name, t in with_heads.items()})
@@ -150,10 +150,10 @@ def pass_semaphore(
     group: Constexpr[int],
     flags: Constexpr[int],
 ) -> None:
-    """Wait until the query heads before have added to a key tile, and count up.
+    """Wait until the query heads before have added to a key tile, and increment its semaphore without adding.
 
-    semaphore: int32 [key tiles, 2, key/value heads, B]. thread: of those that compute. group: query heads of a
-    key/value head. flags: how many of a tile's two are in use, each by a warpgroup.
+    semaphore: int32 [key tiles, 2, key/value heads, B]. thread: index among consumer threads. group: query heads of a
+    key/value head. flags: semaphores of a tile in use, 1 or 2, one per warpgroup.
     """
     warpgroup = thread // WARPGROUP
     if warpgroup < flags:
@@ -164,9 +164,9 @@ def pass_semaphore(
 
 @cute.jit
 def sequence_at(starts: cute.Tensor, at: Int32, size: Constexpr[Optional[int]] = None) -> Int32:
-    """The packed sequence of a row, or of a tile of `size` rows: the last that starts at or before it.
+    """Index of the packed sequence of a row, or of a tile of `size` rows: the last one that starts at or before it.
 
-    Sequence s has the tiles from ``starts[s] // size + s`` on.
+    The tiles of sequence s start at ``starts[s] // size + s``.
     """
     low, high = Int32(0), Int32(starts.shape[0] - 1)
     while high - low > 1:

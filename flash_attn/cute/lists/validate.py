@@ -1,9 +1,9 @@
-"""Checks of block lists' entries, which name the first wrong one.
+"""Checks of the entries of block lists; errors name the first wrong one.
 
-The kernels read lists without a look at them: an index out of range reads or writes foreign memory, a block listed
+Kernels trust the lists: an index out of range reads or writes foreign memory, a block listed
 twice counts twice, backward lists that are not the transpose give the gradient of another function, and a semaphore
 value that nobody reaches makes the GPU hang. Lists of every form are checked as the rows of a `Side`. Time and memory
-are proportional to the blocks listed; every check waits for the device.
+are proportional to the blocks listed; every check synchronises with the host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,29 +12,29 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, FlatEntries, Rows, flat_entries, narrow
+from flash_attn.cute.lists.entries import LIST_KINDS, LISTS, ORDERS, FlatEntries, Rows, flat_entries, narrow
 from flash_attn.cute.lists.write_order import as_launch_order, ranks
 
 
 @dataclass(frozen=True)
 class Side:
-    """Lists of one direction as rows; those of packed sequences one after the other."""
+    """Lists of one direction as rows; packed sequences are concatenated."""
 
     name: str  # forward or backward
-    lists: Any  # the caller's, which messages name
-    rows: Rows  # of as many batches and heads as those of the other direction; rows that no sequence has list nothing
+    lists: Any  # the caller's, for error messages
+    rows: Rows  # with the batches and heads of the other direction; rows past the sequences are empty
     heads: tuple[int, int]  # (B, H) of the rows; packed, where B is 1, H of the lists as given
-    across: torch.Tensor  # int64 [N], how many blocks there are for a row to list; `columns` is the largest
+    across: torch.Tensor  # int64 [N], number of blocks in the direction that a row lists; `columns` is the largest
     columns: int
     block_size: tuple[int, int]
-    starts: tuple[str, ...] | None = None  # of packed sequences, the field that says where rows start, of each kind
+    starts: tuple[str, ...] | None = None  # packed: the field with the offsets of rows, per kind
 
     @property
     def packed(self) -> bool:
         return self.starts is not None
 
     def spread(self, heads: tuple[int, int]) -> "Side":
-        """The side with the rows of so many batches and heads, which may share entries."""
+        """The side with rows expanded to (batches, heads), which may share entries."""
         B, H = self.rows.lead
 
         def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,17 +47,17 @@ class Side:
 
     @property
     def words(self) -> tuple[str, str]:
-        """Words for a row, and for what it lists."""
+        """Names of a row and of what it lists."""
         return ("query block", "key block") if self.name == "forward" else ("key block", "query block")
 
     @property
     def merged(self) -> bool:
-        """A plan's one list of mask and full blocks, of entries 2 * block + is_full."""
+        """True for lists with a plan that are merged: entries are 2 * block + is_full."""
         return getattr(self.lists, "plan", None) is not None and self.rows.locks is not None
 
     def capacities(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """The fields of each kind, and how many entries its rows can hold, [N]."""
-        for (_, cnt, idx, *_), _ in zip(KINDS, self.rows.counts):
+        """(count field, index field, capacity of each row [N]), per kind."""
+        for (_, cnt, idx, *_), _ in zip(LIST_KINDS, self.rows.counts):
             indices = getattr(self.lists, idx)
             flat = indices.ndim < getattr(self.lists, cnt).ndim + 1
             yield cnt, idx, self.across if flat else self.across.clamp(max=indices.shape[-1])
@@ -67,22 +67,22 @@ class Side:
         return replace(flat, block=flat.block >> 1, is_full=flat.block & 1 == 1) if self.merged else flat
 
     def of(self, values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """``values`` [N], of which each head has a copy, at rows that are counted over all heads."""
+        """``values`` [N] at row indices over all heads, head * N + row."""
         return values[row % max(self.rows.N, 1)]
 
-    def at(self, tensor: str, row: int, place: int | None = None) -> str:
-        """``forward mask_block_idx[b, h, row, place]``, from the row's number over all heads."""
+    def at(self, tensor: str, row: int, index: int | None = None) -> str:
+        """``forward mask_block_idx[b, h, row, index]``, from the row index over all heads."""
         head, row = divmod(row, self.rows.N)
         (B, H), shape = self.heads, getattr(self.lists, tensor).shape
         b, h = 0, head * H // self.rows.heads
         if not self.packed:
             b, h = head // H * shape[0] // B, head % H * shape[1] // H
-        return f"{self.name} {tensor}[{b}, {h}, {int(self.rows.block[row])}" + ("]" if place is None else f", {place}]")
+        return f"{self.name} {tensor}[{b}, {h}, {int(self.rows.block[row])}" + ("]" if index is None else f", {index}]")
 
     def entry(self, flat: FlatEntries, i: int, names: Sequence[str] = LISTS[1::2]) -> str:
-        """The i-th entry by its place in the caller's lists."""
+        """The i-th entry by its indices in the caller's lists."""
         row, full = int(flat.row[i]), 0 if self.merged else int(flat.is_full[i])
-        return self.at(names[full], row, int(flat.place[i]) - full * int(self.rows.counts[0].flatten()[row]))
+        return self.at(names[full], row, int(flat.position[i]) - full * int(self.rows.counts[0].flatten()[row]))
 
     def error(self, row: int, message: str) -> ValueError:
         if self.packed:
@@ -101,10 +101,10 @@ def check_sides(
 ) -> None:
     """Check lists of one direction, or of both.
 
-    ascending, order: as `validate_lists` has them. window: keys before and after its own that a query sees, aligned at
-    the ends of queries and keys; None: all. Lists of one direction have to name every block in which it shows
-    something, and may name more: a call attends to all of those in the other. None: they need not. lengths: (queries,
-    keys) of each sequence, for `window`.
+    ascending, order: as in `validate_lists`. window: (left, right), the keys before and after its own position that a
+    query sees, aligned at the ends of queries and keys; None for all. With a window, lists of one direction have to
+    name every block with a visible pair, since the other direction attends to all of them. lengths: (queries, keys) of
+    each sequence, for `window`.
     """
     listed = [_check_counts(side) for side in sides]
     entries = [side.entries(None, total) for side, total in zip(sides, listed, strict=True)]
@@ -122,7 +122,7 @@ def check_sides(
 
 
 def _check_counts(side: Side) -> int:
-    """Counts that rows can hold, of entries within their indices. Returns the number of blocks listed."""
+    """Check counts against the capacity of rows, and entries against the size of the indices. Returns all entries."""
     for kind, (cnt, idx, most) in enumerate(side.capacities()):
         counts, starts, size = side.rows.counts[kind], side.rows.starts[kind], side.rows.indices[kind].numel()
         row = _first((counts < 0) | (counts > most))
@@ -134,7 +134,7 @@ def _check_counts(side: Side) -> int:
             start, count = int(starts.flatten()[row]), int(counts.flatten()[row])
             raise side.error(
                 row,
-                f"{side.at(idx, row)} starts, by {side.starts[kind]}, at place {start} with {count} entries, expected "
+                f"{side.at(idx, row)} starts, by {side.starts[kind]}, at offset {start} with {count} entries, expected "
                 f"them within the {size} that there are",
             )
     return int(side.rows.total().sum())
@@ -167,7 +167,7 @@ def _check_ascending(side: Side, flat: FlatEntries) -> None:
 
 
 def _check_transposed(sides: list[Side], entries: list[FlatEntries]) -> None:
-    """Each entry is one of the other direction too, of the same kind."""
+    """Check that each entry is in the lists of the other direction, with the same kind."""
     (forward, backward), keys = sides, []
     M, N = backward.columns, forward.columns
     for side, flat in zip(sides, entries, strict=True):
@@ -192,8 +192,8 @@ def _check_transposed(sides: list[Side], entries: list[FlatEntries]) -> None:
 
 
 def _check_locks(side: Side, listed: int, order: torch.Tensor | None) -> None:
-    """Semaphore values are the ranks of the key blocks that list a query block, in order of their launch, or in any."""
-    spt = None if side.merged else getattr(side.lists, "spt", None)  # a plan has the launch
+    """Check that a query block's semaphore values are ranks of its key blocks, by launch order if known, or in any."""
+    spt = None if side.merged else getattr(side.lists, "spt", None)  # a plan has its own launch order
     known = order is not None or spt is not None
     order = as_launch_order(bool(spt) and order is None, order, side.rows.N, side.across.device)
     if order is not None:
@@ -202,7 +202,7 @@ def _check_locks(side: Side, listed: int, order: torch.Tensor | None) -> None:
     lock = flat.pick(side.rows.locks)
     if not known:
         by_lock = lock.sort(stable=True).indices
-        names = ("row", "place", "block", "is_full", "listed")
+        names = ("row", "position", "block", "is_full", "listed")
         flat, lock = replace(flat, **{name: getattr(flat, name)[by_lock] for name in names}), lock[by_lock]
     of_all = replace(flat, block=side.of(side.rows.sequence, flat.row) * side.columns + flat.block)
     expected = ranks(of_all, side.rows.sequences * side.columns)
@@ -221,8 +221,8 @@ def _check_locks(side: Side, listed: int, order: torch.Tensor | None) -> None:
 def _check_coverage(
     side: Side, flat: FlatEntries, window: tuple[int | None, int | None], lengths: Sequence[tuple[int, int]]
 ) -> None:
-    """Every block in which the window shows something is listed."""
-    own, (left, right) = (0, window) if side.name == "forward" else (1, reversed(window))  # a key sees as far
+    """Check that every block with a pair inside the window is listed."""
+    own, (left, right) = (0, window) if side.name == "forward" else (1, reversed(window))  # sides swap for a key
     tall, wide = side.block_size[own], side.block_size[1 - own]
     head = torch.arange(side.rows.heads, device=side.across.device).unsqueeze(1)
     sequence = side.rows.sequence.unsqueeze(0) if side.packed else head // side.heads[1]
@@ -257,7 +257,7 @@ def _refuse(
     names: Sequence[str] = LISTS[1::2],
     value: torch.Tensor | None = None,
 ) -> None:
-    """Raise for the first entry that is bad. `said`: what is wrong with the i-th one."""
+    """Raise for the first bad entry. `said(i)`: the end of the message for the i-th entry."""
     i = _first(flat.listed & bad)
     if i is not None:
         number = int((flat.block if value is None else value)[i])

@@ -1,8 +1,8 @@
-"""The block lists of a call: refused where no kernel reads them, and checked before the launch on request.
+"""Checks of a call's block lists: refuses those that no kernel reads, and validates entries on request.
 
-`validate=True` requests it, or an environment variable does for every call, where debugging asks for it.
+`validate=True` requests it for a call, and the environment variable `ALWAYS` for all calls.
 
-Waits for the device, so it does not go into a CUDA graph.
+Validation synchronises with the host, so it cannot be captured in a CUDA graph.
 """
 
 import os
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flash_attn.cute.lists.backward_plan import check_work_tiles
 from flash_attn.cute.lists.csr import is_packed, packed_rows, starts_of
-from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, padded_rows
+from flash_attn.cute.lists.entries import LIST_KINDS, LISTS, ORDERS, padded_rows
 from flash_attn.cute.lists.formats import BACKWARD, FORWARD, Direction, Packing, fit
 from flash_attn.cute.lists.query_bits import has_bits, refuse_bits
 from flash_attn.cute.lists.rows import ListHeads
@@ -29,14 +29,14 @@ def _gradient_needed(tensors) -> bool:
 
 
 def require_lists_for_gradient(forward, backward, *inputs, mask_mod, causal, window_size):
-    """Refuse a gradient whose backward cannot visit the blocks that forward visited.
+    """Refuse a gradient where backward would not visit the blocks that forward visited.
 
-    A direction without lists runs dense, under the call's mask: mask_mod, causal or a window then has to say the same
-    as the lists of the other direction. Inference needs no backward lists.
+    A direction without lists runs dense, under the call's mask: mask_mod, causal or a window then has to be equivalent
+    to the lists of the other direction. Inference needs no backward lists.
 
     Returns:
-        (left, right) of the window, causal or not, that such lists of one direction have to list all of, for
-        `validate_call`; None where there is nothing to compare: under a mask_mod nobody but the kernel can say.
+        (left, right) of the causal mask or window that lists of one direction have to cover, for `validate_call`; None
+        if there is nothing to compare, as with a mask_mod, which only the kernel evaluates.
     """
     if _gradient_needed(inputs):
         refuse_bits("backward: call under torch.no_grad(), or compute the gradient apart", forward, backward)
@@ -62,7 +62,7 @@ OptionalTensor = torch.Tensor | None
 
 
 def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = False, forward: Any = None) -> None:
-    """Refuse the lists of a call (or None) to kernels that do not read them; what upstream asserts is in its words.
+    """Refuse a call's lists (or None) if its kernel does not read them; upstream's own errors keep its messages.
 
     forward: the lists of the forward pass, in a backward call that has them.
     """
@@ -105,14 +105,14 @@ def validate_call(
     """Check the lists of a call to flash_attn_func or flash_attn_varlen_func, if `requested` or under `ALWAYS`.
 
     Args:
-        window: keys before and after its own that a query sees, where lists of one direction have to name all of them
-            (see `validate_calls`); None: they need not.
+        window: (left, right) that lists of one direction have to cover, as `require_lists_for_gradient` returns it;
+            None: no such check.
 
     Raises:
         ValueError: naming the first wrong entry, see `validate_lists`; the sequence too, where sequences are packed.
-        NotImplementedError: `requested`, and the keys lie in pages, or the lists have bits.
+        NotImplementedError: `requested` with paged keys or lists with bits.
     """
-    if forward is None and backward is None or torch.compiler.is_compiling():  # the operator looks when it runs
+    if forward is None and backward is None or torch.compiler.is_compiling():  # the operator checks when it runs
         return
     if not (requested or os.environ.get(ALWAYS) == "1"):
         return
@@ -136,7 +136,7 @@ def validate_call(
         size = (_block(forward, rows[0]), _block(backward, rows[1]))
     elif any(lists.block_size is None for lists in given):
         raise ValueError("block_size is None: lists of packed sequences are checked with block_size=(queries, keys)")
-    elif padded:  # one row count for all sequences: rows and entries past a sequence's end do nothing
+    elif padded:  # all sequences have equally many rows: those past a sequence's end are not read
         longest = [max(side) for side in zip(*lengths, strict=True)]
         for side, lists in enumerate((forward, backward)):
             if lists is not None:
@@ -168,17 +168,17 @@ def validate_lists(
     """Check counts, indices, duplicates, that `backward` is the transpose of `forward`, and its semaphore values.
 
     Args:
-        forward, backward: with the fields of `BlockSparseTensorsTorch`; None: not checked.
+        forward, backward: lists with the fields of `BlockSparseTensorsTorch`; None: not checked.
         seqlen_q, seqlen_k: queries and keys of a sequence.
         num_heads: query heads; the lists' head dimension is that, 1, or `num_heads_kv`.
         batch_size: None: any.
-        block_size: (queries, keys) of a block, where the lists do not say; lists of different ones are not compared.
-        ascending: also ask for rising indices in every row.
-        order: key blocks in the order of their launch (see `compute_dq_write_order`), which the semaphore values have
-            to follow. None: it follows from ``backward.spt``; without that, any order will do.
+        block_size: (queries, keys) of a block, for lists without; lists of different block sizes are not compared.
+        ascending: also require ascending indices in every row.
+        order: launch order of the key blocks (see `compute_dq_write_order`), which the semaphore values have to follow.
+            None: that of ``backward.spt``; if that is None too, any order.
 
     Raises:
-        ValueError: naming the tensor, and the first wrong entry by its place and value.
+        ValueError: naming the tensor, and the first wrong entry by its indices and value.
         NotImplementedError: packed lists (``cu_total_m_blocks``).
     """
     lengths, heads = (seqlen_q, seqlen_k), (num_heads, num_heads_kv or 1)
@@ -197,9 +197,9 @@ def _padded_sides(
     order: torch.Tensor | None = None,
     batch: int = 1,
 ) -> list[Side]:
-    """Lists [B, H, rows, width] to check, without what is repeated in all of them.
+    """Lists [B, H, rows, width] as sides, without batches and heads that all of them broadcast.
 
-    lengths, heads: (queries, keys). batch: sequences that need rows of their own, though they share lists.
+    lengths: (queries, keys). heads: (Hq, Hkv). batch: sequences with rows of their own even if they share lists.
     """
     sides, leads = [], [(batch, 1)]
     for name, lists in (("forward", forward), ("backward", backward)):
@@ -222,7 +222,7 @@ def _padded_sides(
 def _check_shapes(
     name: str, lists: Any, lengths: tuple[int, int], heads: tuple[int, int], batch_size: int | None, size: Sequence[int]
 ) -> tuple[int, int]:
-    """Rows, and blocks that each can list."""
+    """Check shapes; returns the number of rows and the number of blocks that a row can list."""
     if getattr(lists, "cu_total_m_blocks", None) is not None:
         raise NotImplementedError(f"{name} cu_total_m_blocks is given: packed lists are not checked, only [B, H, rows]")
     blocks = [-(-length // own) for length, own in zip(lengths, size, strict=True)]
@@ -247,7 +247,7 @@ def _check_shapes(
         if tensor.ndim == 4 and tensor.shape[3] > most:
             raise ValueError(f"{what}, expected a width of at most {most}: a row cannot list more blocks")
     ordered = getattr(lists, ORDERS[0], None) is not None
-    for _, cnt, idx, order, _ in KINDS:
+    for _, cnt, idx, order, _ in LIST_KINDS:
         counts, indices, locks = (getattr(lists, field, None) for field in (cnt, idx, order))
         if (counts is None) != (indices is None):
             raise ValueError(f"{name} {cnt} and {idx} must be given together")
@@ -268,7 +268,7 @@ def _lengths(known: Packing, q: torch.Tensor, k: torch.Tensor) -> list[tuple[int
 
 
 def _block(lists: Any, seqlen: int) -> int:
-    """The size that a row stands for, where the lists do not say; kernels' own sizes are tried."""
+    """Block size of lists without block_size: the first of the kernels' usual ones that gives their row count."""
     rows = None if lists is None else lists.mask_block_cnt.shape[-1]
     return next((size for size in USUAL_BLOCKS if rows is None or -(-seqlen // size) == rows), USUAL_BLOCKS[0])
 
@@ -276,7 +276,7 @@ def _block(lists: Any, seqlen: int) -> int:
 def _packed_side(
     direction: Direction, lists: Any, packed: Packing | None, lengths: list[tuple[int, int]], heads: tuple[int, int]
 ) -> Side:
-    """The rows of all sequences; those that none of them needs list nothing."""
+    """Packed lists as a side; rows past a sequence's last block are emptied."""
     own, field = direction.side, direction.rows_before
     if lists.mask_block_cnt.ndim == 3:
         lists = _compact(direction, lists, len(lengths))
@@ -289,7 +289,8 @@ def _packed_side(
     rows, device = packed_rows(fitted, rows_before=field), fitted.mask_block_cnt.device
     needed, across = (torch.tensor(of, device=device).index_select(0, rows.sequence) for of in blocks)
     rows = replace(rows, counts=tuple(torch.where(rows.block < needed, counts, 0) for counts in rows.counts))
-    name, starts = "forward" if direction is FORWARD else "backward", tuple(starts_of(lists, kind) for kind in KINDS)
+    name = "forward" if direction is FORWARD else "backward"
+    starts = tuple(starts_of(lists, kind) for kind in LIST_KINDS)
     return Side(name, lists, rows, rows.lead, across, max(blocks[1]), tuple(lists.block_size), starts)
 
 
@@ -303,7 +304,7 @@ def _compact(direction: Direction, lists: Any, batch: int) -> Any:
 
 
 def _check_capacity(direction: Direction, lists: Any, needed: list[int]) -> None:
-    """There are rows for the blocks of every sequence."""
+    """Check that there are rows for the blocks of every sequence."""
     name, rows = f"{direction.argument}.{direction.rows_before}", lists.mask_block_cnt.shape[-1]
     starts = getattr(lists, direction.rows_before).tolist()
     if len(starts) != len(needed) + 1:

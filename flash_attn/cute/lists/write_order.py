@@ -1,9 +1,9 @@
-"""Semaphore values: the order in which key blocks add to a query block's dq, and lists in the order that waits least.
+"""Semaphore values: the order in which key blocks add to a query block's dq, and lists sorted to wait least.
 
-A CTA of backward adds to the dq of every query block that its key block lists. An entry's *semaphore value* says how
-many adds to the same query block come first. Values follow the launch order of the key blocks, so every wait points to
-a CTA launched earlier, and there is no deadlock. A CTA loops over its own list by rising semaphore value: it starts
-where it is first in line, its neighbours follow like a wavefront. That needs mask and full blocks in one list
+A CTA of backward adds to the dq of every query block that its key block lists. An entry's *semaphore value* is the
+number of key blocks that add to the same query block before. Values follow the launch order of the key blocks, so a CTA
+only waits for CTAs launched earlier, and there is no deadlock. A CTA loops over its list by ascending semaphore value:
+it starts where it is first, and its neighbours follow as a wavefront. That needs mask and full blocks in one list
 (`merged_lists`).
 
 Time and memory are proportional to an upper bound of the blocks listed; nothing synchronises with the host. PyTorch
@@ -17,7 +17,7 @@ import torch
 
 from flash_attn.cute.lists.csr import is_packed, packed_rows, refuse_shared_entries, with_heads
 from flash_attn.cute.lists.entries import (
-    KINDS,
+    LIST_KINDS,
     LISTS,
     FlatEntries,
     Rows,
@@ -49,18 +49,18 @@ def compute_dq_write_order(
     order: OptionalTensor = None,
     listed: int | None = None,
 ) -> tuple[torch.Tensor, OptionalTensor]:
-    """Semaphore values for deterministic backward: of each backward entry, the adds to its query block before it.
+    """Semaphore values for deterministic backward: of each backward entry the number of adds to its query block before.
 
-    Backward lists may come in any order within a row. Of the forward lists only the shapes are used, as an upper bound
-    of the number of blocks listed.
+    Backward rows may be in any order. Of the forward lists only the shapes are used, as an upper bound of the number of
+    blocks listed.
 
     Args:
         fwd_mask_cnt, fwd_full_cnt: int32 [B, H, M]; fwd_mask_idx, fwd_full_idx: int32 [B, H, M, width].
         bwd_mask_cnt, bwd_full_cnt: int32 [B, H, N]; bwd_mask_idx, bwd_full_idx: int32 [B, H, N, width].
         spt: key blocks are launched from the last to the first.
-        order: the key blocks in the order of their launch, integers [N], [H, N] or [B, H, N], instead of `spt`.
-        listed: upper bound of the blocks listed, all heads and batches together; worth giving when both lists are
-            padded to full width.
+        order: launch order of the key blocks, integers [N], [H, N] or [B, H, N], instead of `spt`.
+        listed: upper bound of the blocks listed, all heads and batches together; saves time if both lists are padded to
+            full width.
 
     Returns:
         (dq_write_order, dq_write_order_full): int32, shaped like the backward index lists (the second is None without
@@ -75,7 +75,7 @@ def compute_dq_write_order(
     rows = padded_rows(SimpleNamespace(**dict(zip(LISTS, backward, strict=True))), order)
     M, N = fwd_mask_idx.shape[2], bwd_mask_idx.shape[2]
     forward_width = fwd_mask_idx.shape[3] + (0 if fwd_full_idx is None else fwd_full_idx.shape[3])
-    capacity = min(M * min(forward_width, N), N * min(rows.width, M))  # a head's: no block is listed twice
+    capacity = min(M * min(forward_width, N), N * min(rows.width, M))  # of a head, which lists no block twice
     flat = _semaphore_values(rows, rows.launch_order(order), M, _at_most(rows.heads * capacity, listed))
     widths = [idx.shape[-1] for idx in (bwd_mask_idx, bwd_full_idx) if idx is not None]
     values = [rows.padded(x.view(rows.heads, N, width)) for x, width in zip(flat, widths, strict=True)]
@@ -100,8 +100,8 @@ def packed_write_order(
         cu_total_m_blocks: integers [B + 1], of the forward lists, which stacked lists need.
 
     Returns:
-        The lists with dq_write_order and, of full lists, dq_write_order_full, 0 after the entries in use; and with
-        `spt`. Compact and stacked lists of one head are repeated where others have more.
+        The lists with `spt`, dq_write_order and, if there are full lists, dq_write_order_full, 0 after the entries in
+        use. Compact and stacked lists of one head are repeated where others have more heads.
 
     Raises:
         TypeError, ValueError: lists of another form, stacked ones without `cu_total_m_blocks`, ragged ones whose heads
@@ -116,18 +116,18 @@ def packed_write_order(
     heads = max(t.shape[0] for t in with_heads(lists).values())
     if lists.mask_block_idx.ndim == 1:
         refuse_shared_entries(lists, heads)
-    else:  # semaphore values are each head's own
+    else:  # semaphore values are per head
         of_heads = {name: t for name, t in with_heads(lists).items() if name in LISTS}
         lists = lists._replace(**{name: t.expand(heads, *t.shape[1:]).contiguous() for name, t in of_heads.items()})
     rows = packed_rows(lists._replace(dq_write_order=None, dq_write_order_full=None), cu_total_m_blocks)
     order = torch.arange(rows.N, device=rows.sequence.device).flip(0) if spt else None
     flat = _semaphore_values(rows, order, num_q_blocks, rows.capacity if listed is None else listed)
-    values = {kind.order: x.view(getattr(lists, kind.idx).shape) for kind, x in zip(KINDS, flat, strict=False)}
+    values = {kind.order: x.view(getattr(lists, kind.idx).shape) for kind, x in zip(LIST_KINDS, flat, strict=False)}
     return lists._replace(**{"dq_write_order_full": None, **values, "spt": spt})
 
 
 def _semaphore_values(rows: Rows, order: OptionalTensor, M: int, most: int) -> list[torch.Tensor]:
-    """Flat tensors like the indices of each kind."""
+    """Semaphore values per kind, flat and laid out like the indices. most: upper bound of the entries."""
     entries = flat_entries(rows, order, most, M)
     values = ranks(entries, rows.sequences * M)
     return [entries.put(values, full=bool(full)) for full in range(len(rows.counts))]
@@ -143,24 +143,24 @@ def merged_lists(
     listed: int | None = None,
     cu_total_m_blocks: OptionalTensor = None,
 ) -> Any:
-    """Lists with each key block's mask and full blocks in one list, by rising semaphore value; packed ones as ragged.
+    """Lists with each key block's mask and full blocks merged, by ascending semaphore value; packed lists get ragged.
 
     Args:
         lists: backward lists with the fields of `BlockSparseTensorsTorch`.
-        order: as in `compute_dq_write_order`: semaphore values follow from it; of packed lists [1 or H, rows]. None:
-            take those in the lists.
-        descending: among equal semaphore values the later query block comes first; False for ``spt``.
+        order: launch order as in `compute_dq_write_order`, of packed lists [1 or H, rows], for new semaphore values.
+            None: keep those in the lists.
+        descending: order of query blocks with equal semaphore values; False for ``spt``.
         width: of padded rows, at least the longest row. None: that of both lists, at most `num_q_blocks`.
         num_q_blocks: query blocks of a head, in the longest sequence. None: `MOST_QUERY_BLOCKS`.
         listed: upper bound of the blocks listed, all heads and batches together. None: the capacity of the lists.
         cu_total_m_blocks: as in `packed_write_order`.
 
     Returns:
-        The lists: entries, ``query_block * 2 + is_full``, in mask_block_idx, their semaphore values in dq_write_order,
+        The lists: entries, ``block * 2 + is_full``, in mask_block_idx, their semaphore values in dq_write_order,
         both 0 after the entries in use.
 
     Raises:
-        ValueError: the sort's keys would pass 63 bits (give `num_q_blocks`), or a shape does not fit.
+        ValueError: sort keys would exceed 63 bits (give `num_q_blocks`), or a shape does not fit.
     """
     fields(lists)
     M, packed, launch = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks, is_packed(lists), order
@@ -186,9 +186,9 @@ def merged_lists(
         row = torch.searchsorted(ends.flatten(), at, right=True)
         listed_here = row < ends.numel()
         row = row.clamp(max=max(ends.numel() - 1, 0))
-        place = at - (ends - counts).flatten().index_select(0, row) if ends.numel() else at
-        shape, kept = (rows.heads, rows.N, width), listed_here & (place < width)
-        entry, locks = (rows.padded(scatter(t, row * width + place, kept, shape)) for t in (entry, locks))
+        position = at - (ends - counts).flatten().index_select(0, row) if ends.numel() else at
+        shape, kept = (rows.heads, rows.N, width), listed_here & (position < width)
+        entry, locks = (rows.padded(scatter(t, row * width + position, kept, shape)) for t in (entry, locks))
         merged = dict(mask_block_cnt=rows.padded(counts), mask_block_idx=entry)
     none = ("full_block_cnt", "full_block_idx", "cu_full_block_idx_offsets", "dq_write_order_full")
     return lists._replace(**dict.fromkeys(none), **merged, dq_write_order=locks)
@@ -203,7 +203,7 @@ def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
         key = key.int()  # half the passes of a radix sort
     ordered, source = key.sort(stable=True)
     at = torch.arange(key.numel(), device=key.device)
-    # Where each run begins, by search: a scan for the latest start (cummax) of one row runs in a single block on a GPU.
+    # Start of each run by binary search: a cummax over one row would run in a single CTA.
     first = torch.searchsorted(ordered, ordered)
     return torch.empty_like(key, dtype=torch.int32).scatter_(0, source, (at - first).int())
 
@@ -211,10 +211,10 @@ def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
 def sorted_entries(
     entries: FlatEntries, locks: torch.Tensor, descending: bool, M: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries ``query_block * 2 + is_full`` and semaphore values, by row, then semaphore value, then query block.
+    """Entries ``block * 2 + is_full`` and semaphore values, sorted by row, then semaphore value, then query block.
 
-    All of it is in one key, from which the result is read again; both are 0 behind the last row. M: query blocks are
-    below it.
+    One sort of keys that hold all of these, and are decoded again; 0 past the last entry. M: exclusive bound of query
+    blocks.
     """
     rows, N = entries.rows.heads * entries.rows.N, entries.rows.N
     most_locks = max(N, 1)
@@ -230,12 +230,12 @@ def sorted_entries(
     if descending:
         entry = 2 * (M - 1) - entry + 2 * (entry % 2)
     lock = torch.div(key, 2 * M, rounding_mode="floor") % most_locks
-    # Listed ones come first, sorted or not.
+    # `listed` holds for the sorted entries too: unlisted ones are last in both.
     return tuple(torch.where(entries.listed, t.int(), 0) for t in (entry, lock))
 
 
 def as_launch_order(spt: bool, order: OptionalTensor, N: int, device: torch.device) -> OptionalTensor:
-    """[1 or B, 1 or H, N], or None for 0 .. N - 1."""
+    """The launch order as [1 or B, 1 or H, N]; None for 0 .. N - 1."""
     if order is None:
         return torch.arange(N - 1, -1, -1, device=device, dtype=torch.int32).view(1, 1, N) if spt else None
     if spt:

@@ -1,1 +1,1 @@
-"""Products of the kernels that SM90 and SM100 share, and the form that they have on each."""
+"""Matrix products of the kernels that SM90 and SM100 share: wgmma on SM90, mma.sync on SM100."""

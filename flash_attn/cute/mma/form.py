@@ -1,8 +1,8 @@
-"""The form of products (`mma.product`) in the kernels that SM90 and SM100 share."""
+"""The choice between wgmma and mma.sync (`mma.product`) in the kernels that SM90 and SM100 share."""
 
-FORCED = False  # set in tests, so that a Hopper GPU runs what is compiled for SM100
+FORCED = False  # set in tests: SM90 runs the mma.sync kernels of SM100
 
 
 def use_mma_sync(arch: int) -> bool:
-    """True if the kernels for sm_`arch` multiply by mma.sync, for want of wgmma."""
+    """True if the kernels for sm_`arch` use mma.sync, since it has no wgmma."""
     return FORCED or arch // 10 == 10

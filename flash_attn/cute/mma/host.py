@@ -1,4 +1,4 @@
-"""Host code that the dq pass, the dk and dv pass and forward over unions share: arguments, and compiling for them."""
+"""Host code that the dq pass, the dk and dv pass and forward over unions share: limits, fake arguments, compiling."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -14,14 +14,16 @@ from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.runtime.lazy_imports import fake_tensor
 from flash_attn.cute.runtime.own_device import on_own_device
 
+SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles
+MOST_STAGES = 4
 DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 
 
 def on_plain_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call with plain strides: those of dimensions of one element are as in a contiguous tensor.
 
-    They lead nowhere and may hold anything, but a compiled kernel refuses those that are not aligned. The GPU of the
-    tensors is the current one within.
+    The stride of a dimension of one element is never used, but a compiled kernel refuses it unless it is aligned. The
+    tensors' GPU is made the current one.
     """
 
     @on_own_device
@@ -46,13 +48,13 @@ def with_plain_strides(x: Any) -> Any:
 
 
 class CompiledKernels:
-    """Kernels of one name, by what they are compiled for."""
+    """Cache of the compiled kernels of one name, by compile key."""
 
     def __init__(self, name: str) -> None:
         self.compile_cache = get_jit_cache(name)
 
     def __call__(self, key: Hashable, kernel: Callable[[], Any], arguments: Callable[[], list[Any]]) -> Callable:
-        """The kernel from the cache, or compiled: of ``kernel()``, for the fake ``arguments()`` and a stream."""
+        """The kernel from the cache, or ``kernel()`` compiled for the fake ``arguments()`` and a stream."""
         if key not in self.compile_cache:
             self.compile_cache[key] = cute.compile(
                 kernel(),
@@ -65,7 +67,7 @@ class CompiledKernels:
 
 @dataclass(frozen=True)
 class FakeCall:
-    """Fake tensors of a call to compile for: sizes and strides are symbols."""
+    """Fake tensors to compile a call for, with symbolic sizes and strides."""
 
     dtype: torch.dtype
     q: tuple  # q, k, v, o: shapes
@@ -92,5 +94,5 @@ class FakeCall:
 
 
 def fake_indices(*given: bool) -> list[Optional[Any]]:
-    """int32 vectors, None for arguments that are not given."""
+    """Fake int32 vectors; None for arguments that are not given."""
     return [fake_tensor(Int32, (cute.sym_int(),)) if each else None for each in given]

@@ -1,8 +1,8 @@
-"""Products of a warpgroup's 64 rows: by wgmma on SM90, elsewhere warp by warp, with ldmatrix and mma.sync.
+"""Matrix products of a warpgroup's 64 rows: wgmma on SM90, ldmatrix and mma.sync per warp elsewhere.
 
-Every warp has 16 rows of wgmma's accumulator, in the registers that mma.sync has them in; first operands in registers
-lie alike too. wgmma's product is in flight until `wait`, the other is there when the call returns. SM100 has no wgmma,
-and its tcgen05 needs other kernels: these are right there, not fast.
+Each warp has 16 rows of wgmma's accumulator, in the register layout of mma.sync; A operands in registers have the same
+layout too. wgmma is asynchronous until `wait`, mma.sync is complete when the call returns. SM100 has no wgmma, and its
+tcgen05 needs other kernels: these are correct there, not fast.
 """
 
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from flash_attn.cute.lists.tiling import ROWS
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 WARPS = 4  # of a warpgroup
-COLUMNS, K_STEP = 16, 16  # columns of the second operand that one ldmatrix loads, and what it sums over
+COLUMNS, K_STEP = 16, 16  # rows of B that one ldmatrix loads, and depth of an mma.sync
 
 Index = Int32 | tuple[Int32, Int32]
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product A B^T, or one that adds to others.
+    """A product A B^T, added to an accumulator or not.
 
-    loads: of ldmatrix, for A and B; None with wgmma, and for A in registers.
+    loads: ldmatrix copies of A and B; None with wgmma, and for A in registers.
     """
 
     mma: cute.TiledMma  # of the warpgroup
-    A: cute.Tensor  # [64, K, stages] in shared memory, or [64, K] in registers; as wgmma or ldmatrix takes it, B too
+    A: cute.Tensor  # [64, K, stages] in shared memory, or [64, K] in registers; A, B: partitioned for wgmma or ldmatrix
     B: cute.Tensor  # [N, K, stages] in shared memory
     columns: int
     use_mma_sync: bool
@@ -46,9 +46,9 @@ class Product:
         zero_init: bool = False,
         wg_wait: int = -1,
     ) -> cute.Tensor:
-        """Multiply stages, and return the sum, `acc` or a new one.
+        """Multiply a stage of each operand. Returns the accumulator, `acc` or a new one.
 
-        zero_init: whether acc's values do not count. wg_wait: as `wait`; -1 not to.
+        zero_init: overwrite acc instead of adding. wg_wait: as in `wait`; -1: do not wait.
         """
         if acc is None:
             acc, zero_init = sum_registers(self.columns), True
@@ -79,7 +79,7 @@ class Product:
 
 
 def sum_registers(columns: int) -> cute.Tensor:
-    """A thread's part of a sum, in wgmma's layout: ((2 columns, 2 rows, columns / 8), 1, 1)."""
+    """A thread's accumulator registers in wgmma's layout: ((2 columns, 2 rows, columns / 8), 1, 1)."""
     return cute.make_rmem_tensor(((2, 2, columns // 8), 1, 1), Float32)
 
 
@@ -102,9 +102,9 @@ def of_shared(A: cute.Tensor, B: cute.Tensor, thread: Int32, use_mma_sync: bool)
 
 
 def of_registers(B: cute.Tensor, thread: Int32, use_mma_sync: bool, regs: Optional[cute.Pointer] = None) -> Product:
-    """A product whose first operand, `A`, is to be put into registers.
+    """A product with A in registers, which the caller writes to `Product.A`.
 
-    B: [N, K, stages] in shared memory, contiguous along N. regs: of A; None for new ones.
+    B: [N, K, stages] in shared memory, contiguous along N. regs: A's registers; None: new ones.
     """
     columns, K = cute.size(B, mode=[0]), cute.size(B, mode=[1])
     load = None
@@ -124,7 +124,7 @@ def of_registers(B: cute.Tensor, thread: Int32, use_mma_sync: bool, regs: Option
 
 
 def _mma_of_warps(dtype: type[cutlass.Numeric]) -> cute.TiledMma:
-    """16 rows to a warp, and `COLUMNS` at a time."""
+    """mma.sync for 16 rows per warp and `COLUMNS` columns at a time."""
     op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, K_STEP))
     return cute.make_tiled_mma(op, (WARPS, 1, 1), permutation_mnk=(ROWS, COLUMNS, K_STEP))
 
@@ -137,6 +137,6 @@ def _ldmatrix(
 
 
 def wait(use_mma_sync: bool, groups: int) -> None:
-    """Until all but the last so many products are there."""
+    """Wait until at most `groups` wgmmas are in flight; mma.sync needs no wait."""
     if not use_mma_sync:
         warpgroup.wait_group(groups)

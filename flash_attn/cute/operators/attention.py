@@ -1,8 +1,8 @@
-"""`flash_attn_func` and `flash_attn_varlen_func` as operators, which is how graphs of `torch.compile` have them.
+"""`flash_attn_func` and `flash_attn_varlen_func` as operators, for graphs of `torch.compile`.
 
-Arguments are flat, the number of outputs is fixed (what is missing is empty, never None), and shapes follow from
-shapes. Block lists and scheduler metadata come as lists of their tensors. The host reads no tensor, but where
-``validate`` asks for it.
+Arguments are flat, the number of outputs is fixed (missing ones are empty, never None), and output shapes depend on
+input shapes alone. Block lists and scheduler metadata are lists of their tensors. The host reads no tensor except with
+``validate``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ FORWARD_ARGS = (
 OF_FORWARD = tuple(argument.split()[-1] for argument in FORWARD_ARGS.split(", "))
 LIST_OPTIONS = ("block_size", "spt", "plan_per_group", "passes")
 LIST_TENSORS = tuple(name for name in BlockSparseTensorsTorch._fields if name not in LIST_OPTIONS)
-# Which kernels with qv lack.
+# Options that kernels with qv do not have.
 MASKS = tuple("softcap deterministic compress_factor compress_offset window_size_left window_size_right".split())
 CALLABLES = ("score_mod", "score_mod_bwd", "mask_mod")
 OUTSIDE = (
@@ -56,8 +56,8 @@ OUTSIDE = (
 def attention(public: str, function: type[torch.autograd.Function], validate: bool, *args: Any) -> Any:
     """``function.apply(*args)``, and in a graph the operator.
 
-    public: name of the function that was called; it is called again, outside of the graph, with what the operator does
-    not take.
+    public: name of the called function, which is called again outside of the graph if the operator does not support an
+    argument.
     """
     if not torch.compiler.is_compiling():
         return function.apply(*args)
@@ -77,13 +77,13 @@ def _names(public: str) -> tuple[str, ...]:
 
 
 def _make_outside() -> None:
-    """Take `_outside` out of graphs: when one is made, since that is a matter of modules that take long to import."""
+    """Exclude `_outside` from graphs; at the first trace, since torch._dynamo takes long to import."""
     global _outside
     if not hasattr(_outside, "_torchdynamo_disable"):
         _outside = torch.compiler.disable(_outside, reason=OUTSIDE)
 
 
-_names._dynamo_marked_constant = _make_outside._dynamo_marked_constant = True  # asked when a graph is made
+_names._dynamo_marked_constant = _make_outside._dynamo_marked_constant = True  # called while tracing
 
 
 def _outside(public: str, given: dict[str, Any], validate: bool) -> tuple[Tensor, Optional[Tensor]]:
@@ -113,7 +113,7 @@ def _in_graph(given: dict[str, Any], validate: bool) -> tuple[Tensor, Optional[T
 
 
 def _flat(lists: Lists) -> tuple[list[Optional[Tensor]], list[int]]:
-    """Tensors of block lists, and the rest as numbers; -1 for None."""
+    """Block lists as (tensors, options as ints, -1 for None)."""
     if lists is None:
         return [], []
     options = (*(lists.block_size or (None, None)), lists.spt, lists.plan_per_group, lists.passes)
@@ -121,7 +121,7 @@ def _flat(lists: Lists) -> tuple[list[Optional[Tensor]], list[int]]:
 
 
 def _lists(tensors: Sequence[Optional[Tensor]], options: Sequence[int]) -> Lists:
-    """The arguments that `_flat` was given."""
+    """Inverse of `_flat`."""
     if not tensors:
         return None
     q_size, k_size, spt, per_group, passes = (None if x < 0 else x for x in options)

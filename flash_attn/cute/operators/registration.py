@@ -1,6 +1,6 @@
-"""Operators with a backward that is an operator too; what neither has a derivative for raises, instead of giving zeros.
+"""Registration of operators whose backward is an operator too; derivatives that neither has raise.
 
-`torch.library.register_autograd` would let forward mode return a zero tangent without a word.
+With `torch.library.register_autograd` forward mode would silently return a zero tangent.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def define(name: str, schema: str, outputs: int, compute: Callable[..., Tensors], fake: Callable[..., Tensors]) -> None:
-    """Define an operator of tensors, without its derivative.
+    """Define an operator of tensors, without a derivative.
 
-    schema: arguments; tensors, and lists of them, come before the star.
+    schema: arguments; tensors and lists of tensors before the star.
     """
     LIBRARY.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * outputs)})", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
@@ -33,7 +33,7 @@ def define(name: str, schema: str, outputs: int, compute: Callable[..., Tensors]
 
 
 def differentiate(name: str, function: type[torch.autograd.Function]) -> None:
-    """Let an operator have the gradients of a function of (compute, keyword arguments, *the others)."""
+    """Give an operator the gradient of an autograd function of (compute, keyword arguments, *tensors)."""
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def autograd(keys: torch._C.DispatchKeySet, *args: Any, **static: Any) -> Tensors:
@@ -52,7 +52,7 @@ def differentiate(name: str, function: type[torch.autograd.Function]) -> None:
 
 
 class Differentiated(torch.autograd.Function):
-    """Base of functions of (compute, keyword arguments, *the others) that compute an operator."""
+    """Base of autograd functions of (compute, keyword arguments, *tensors), whose forward calls compute."""
 
     @staticmethod
     def forward(compute: Callable[..., Tensors], static: dict[str, Any], *tensors: Any) -> Tensors:
@@ -60,7 +60,7 @@ class Differentiated(torch.autograd.Function):
 
 
 def differentiate_once(name: str) -> None:
-    """Let the gradient of an operator that is a backward raise."""
+    """Make the derivative of an operator raise: for the operator of a backward."""
 
     class Once(Differentiated):
         @staticmethod
@@ -80,7 +80,7 @@ def _apply(function: type[torch.autograd.Function], compute: Callable[..., Tenso
         return function.apply(compute, *args)
 
     def compute_below(*args: Any, **static: Any) -> Tensors:
-        # Forward of a function records no derivatives: those of the levels below may.
+        # An autograd function's forward disables gradients, but transforms of lower levels may need them.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return compute(*args, **static)
 

@@ -1,1 +1,1 @@
-"""Host code around kernels: the cache, lazy imports, the device, autograd, checks of options."""
+"""Host code around kernels: cache, lazy imports, device, autograd, checks of options."""

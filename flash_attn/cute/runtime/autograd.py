@@ -1,9 +1,9 @@
 """Autograd around the kernels: an error for second derivatives, and versions of the block lists that backward reads.
 
-What a kernel writes has no history: under ``create_graph=True`` its gradient would be taken for a constant, without a
-word. `torch.autograd.function.once_differentiable` does not help: its error hangs on leaves of its own, which nobody
-who differentiates with respect to the inputs comes to. Block lists are saved for backward as tensors, so that autograd
-raises where they were modified in between.
+The output of a kernel has no autograd graph: under ``create_graph=True`` gradients would silently be constants.
+`torch.autograd.function.once_differentiable` does not help: its error is attached to new leaves, which differentiation
+with respect to the inputs does not reach. Block lists are saved for backward as tensors, so that autograd raises if
+they were modified in between.
 """
 
 from functools import wraps
@@ -13,7 +13,7 @@ import torch
 
 
 def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """For the backward of an autograd function: gradients are right under create_graph=True, and theirs raise."""
+    """Decorate the backward of an autograd function: a second derivative raises, also under create_graph=True."""
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple:
@@ -30,7 +30,7 @@ def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 class _Unpacked:
-    """A context whose saved tensors have been unpacked: activation checkpointing lets nobody do that twice."""
+    """A context with its saved tensors unpacked, which activation checkpointing allows only once."""
 
     def __init__(self, ctx: Any, saved_tensors: tuple) -> None:
         self._ctx, self.saved_tensors = ctx, saved_tensors
@@ -40,7 +40,7 @@ class _Unpacked:
 
 
 class _Tied(torch.autograd.Function):
-    """Gradients as they are, tied to the tensors that they depend on."""
+    """Identity on gradients, with the tensors that they depend on as further inputs; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, function: str, depended: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -60,7 +60,7 @@ def refuse_second_derivative(name: str) -> None:
 
 
 def save_lists(ctx: Any, *given: Any) -> list[torch.Tensor]:
-    """The tensors of block lists, for ``ctx.save_for_backward``; what is no tensor, and None, stays on the context."""
+    """The tensors of block lists, for ``ctx.save_for_backward``; other fields are kept in ``ctx.kept_lists``."""
     ctx.kept_lists, saved = [], []
     for lists in given:
         fields = list(lists or ())
@@ -73,7 +73,7 @@ def save_lists(ctx: Any, *given: Any) -> list[torch.Tensor]:
 
 
 def take_lists(ctx: Any, saved: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The lists again, and what was saved behind their tensors."""
+    """Inverse of `save_lists`: the lists, and the saved tensors after theirs."""
     given, tensors = [], iter(saved)
     for kind, fields, positions in ctx.kept_lists:
         fields = fields.copy()
@@ -84,5 +84,5 @@ def take_lists(ctx: Any, saved: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _versioned(tensor: torch.Tensor) -> torch.Tensor:
-    """Tensors made under inference_mode have no version, and are not saved: a copy, which nobody else can change."""
+    """The tensor, or a copy if it was made under inference_mode: autograd cannot save tensors without a version."""
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor

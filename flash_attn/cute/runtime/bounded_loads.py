@@ -1,12 +1,12 @@
-"""TMA loads of packed sequences that end with the sequence: what lies past it is filled with zeros.
+"""TMA loads of packed sequences, bounded by the sequence's end: rows past it are zeros.
 
-A tile at the end of a sequence reaches into the next one. Its scores there are masked, but a probability of 0 times a
-row of v is NaN where the neighbour holds NaN or inf; so are the products of backward. quack's ragged tensors, of two
-more dimensions, end where an offset and a length say; loads do not allow their shifted base pointer
-(``ptr_shift=False``). A sequence may have up to 2**30 tokens, all together fewer than 2**31 - 1.
+The last tile of a sequence reaches into the next one. Its scores there are masked, but a probability of 0 times a row
+of v is NaN where the neighbour has NaN or inf; likewise the products of backward. quack's ragged tensors, with two more
+dimensions, are bounded by an offset and a length; loads do not support their shifted base pointer
+(``ptr_shift=False``). A sequence may have up to 2**30 tokens, and all together fewer than 2**31 - 1.
 
-A batch's sequences have a dimension of their own and need no bound; nor do packed queries with the heads of a group
-folded in: rows past the end are not stored.
+Batched sequences have their own dimension and need no bound; nor do packed queries with a group's heads folded in,
+whose rows past the end are not stored.
 """
 
 from typing import Optional
@@ -19,9 +19,9 @@ RANK = 5
 
 
 def bounded(tensor: Optional[cute.Tensor], cu_seqlens: Optional[cute.Tensor], dim: int = 0) -> Optional[cute.Tensor]:
-    """The tensor to make a TMA atom of: of packed sequences, one of which `sequence_of` takes a sequence.
+    """The tensor to make a TMA atom of: for packed sequences a ragged one, which `sequence_of` slices.
 
-    tensor: if ``cu_seqlens`` is given, of three dimensions; None stays None. dim: that of the tokens.
+    tensor: of three dimensions if ``cu_seqlens`` is given; None stays None. dim: the tokens' dimension.
     """
     if tensor is None or cu_seqlens is None:
         return tensor
@@ -40,15 +40,15 @@ def bounded_heads(tensor: cute.Tensor, cu_seqlens: Optional[cute.Tensor], dim: i
 
 
 def is_bounded(tensor: cute.Tensor) -> bool:
-    """True of a TMA tensor of packed sequences that was made of a `bounded` one."""
+    """True for a TMA tensor made from the result of `bounded` for packed sequences."""
     return cute.rank(tensor) == RANK
 
 
 def sequence_of(tensor: cute.Tensor, offset: Int32, length: Int32, dim: int = 0) -> cute.Tensor:
-    """The tokens offset .. offset + length - 1 of a `bounded` tensor. Tokens are counted from 0 on; none is before."""
+    """Tokens offset .. offset + length - 1 of a `bounded` tensor, counted from 0 in the result."""
     return copy_utils.offset_ragged_tensor(tensor, offset, length, ragged_dim=dim, ptr_shift=False)
 
 
 def offset_tokens(tensor: cute.Tensor, offset: tuple, length: Int32, dim: int = 0) -> cute.Tensor:
-    """`sequence_of`, or where loads are not bounded, the tensor from `offset` on in all dimensions."""
+    """`sequence_of`; for a tensor that is not bounded, the tensor from `offset` on in all dimensions."""
     return sequence_of(tensor, offset[dim], length, dim) if is_bounded(tensor) else cute.domain_offset(offset, tensor)

@@ -1,23 +1,23 @@
-"""Options of a call of attention that are no tensors, and head dimensions: refused before any launch, or cut."""
+"""Checks of scalar options, q_offset and head dimensions of an attention call, before any launch."""
 
 from numbers import Real
 from typing import Any, Optional
 
 import torch
 
-# Positions are 32 bits wide in the kernels. No sequence is as long as this, so a wider window is no other window, and
-# a position with a window added or taken away still fits.
+# Longer than any sequence, so clamping a wider window to it changes nothing, and a position plus or minus a window fits
+# the kernels' 32 bits.
 WIDEST_WINDOW = 1 << 30
 
-# Of fp32's normal numbers; the inverse of this one too, times log2(e).
+# The least normal fp32 number; 1 / LEAST_SCALE * log2(e) is finite too.
 LEAST_SCALE = 2.0**-126
 
-# CUDA's limit of a grid's second and third dimension.
+# CUDA's limit for the second and third dimension of a grid.
 MOST_IN_GRID_YZ = 65_535
 
 
 def check_scale(softmax_scale: Any) -> Optional[float]:
-    """The factor of q . k as kernels take it; refused where it gives no softmax: hidden scores must stay -inf."""
+    """softmax_scale as a float; positive and finite in float32, since masked scores have to stay -inf."""
     if softmax_scale is None:
         return None
     if not isinstance(softmax_scale, Real):
@@ -28,18 +28,18 @@ def check_scale(softmax_scale: Any) -> Optional[float]:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Refuse a switch that is no bool."""
+    """Raise TypeError for an option that is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, expected a bool")
 
 
 def bounded_window(left: Optional[int], right: Optional[int]) -> tuple[Optional[int], Optional[int]]:
-    """The same window, with sides that kernels can add to a position. None: no limit."""
+    """The window clamped to +-`WIDEST_WINDOW`, so that kernels can add it to a position. None: no limit."""
     return tuple(side if side is None else max(-WIDEST_WINDOW, min(WIDEST_WINDOW, side)) for side in (left, right))
 
 
 def edges(causal: bool, window_size: tuple[Optional[int], Optional[int]]) -> tuple[Optional[int], Optional[int]]:
-    """Numbers of keys before and after its own that a query sees; None for all."""
+    """(left, right): keys that a query sees before and after its own position; None for all."""
     left, right = bounded_window(*window_size)
     if left is not None and right is not None and left < 0 and right < 0:
         left, right = None, None
@@ -57,7 +57,7 @@ def check_query_offset(
     lists: bool,
     qv: bool = False,
 ) -> None:
-    """Refuse positions of queries that are not int32 [sequences] on the device, or that the call cannot use."""
+    """Refuse q_offset if it is not int32 [sequences] on the device, or the call does not support it."""
     if q_offset is None:
         return
     if q_offset.dtype != torch.int32:
@@ -76,11 +76,11 @@ def check_query_offset(
         raise NotImplementedError(f"q_offset on sm_{arch}: only SM90 and SM100 kernels implement it")
 
 
-ACCUMULATED = 32  # the accumulators of backward hold head dimensions rounded up to this
+ACCUMULATED = 32  # backward's accumulators round head dimensions up to a multiple of this
 
 
 def refuse_padded_accumulators(arch: int, head_dim: int, head_dim_v: int, packed: bool) -> None:
-    """Refuse packed SM90 backward where a head dimension is padded: dq (under GQA dk and dv too) are wrong there.
+    """Refuse packed SM90 backward with a padded head dimension: dq, and under GQA dk and dv, are wrong there.
 
     Seen on an H200 with head dimensions 72 and 80, plain causal, errors of the size of the gradients; 64 and 96 are
     right. `docs/upstream-findings.md` has the measurement.

@@ -1,7 +1,7 @@
-"""DLPack exchange of tensors for which kernels are compiled: those without memory go without a warning.
+"""DLPack exchange of the tensors that kernels are compiled for, fake ones included, without a warning.
 
-PyTorch warns, once a process, of each read of a FakeTensor's address, and its DLPack exchange reads the address. The
-compiler needs sizes, strides, dtype and device alone.
+PyTorch's DLPack exchange reads the address of a FakeTensor, which warns once per process. The compiler needs only
+sizes, strides, dtype and device.
 """
 
 from typing import Any

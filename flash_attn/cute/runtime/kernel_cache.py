@@ -1,10 +1,9 @@
-"""The cache of compiled kernels on disk: its folder, and what kernels depend on beside this package's sources.
+"""The cache of compiled kernels on disk: its folder, its locks, and dependencies of kernels outside this package.
 
-They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0, in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR`` or the
-user's cache folder. Processes share it: files are written under a lock and renamed into place, and of several processes
-that want the same kernel one compiles it. What is loaded is run, so a folder is refused that another user than this one
-and root owns, that its group or the world may write to, or that lies below one that the world may write to without the
-sticky bit.
+Enabled unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0; in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR`` or the user's
+cache folder. Processes share it: files are written under a lock and renamed into place, and one of several processes
+that need the same kernel compiles it. Loaded files are executed, so a folder is refused if neither this user nor root
+owns it, if group or world may write to it, or if a folder above is world-writable without the sticky bit.
 """
 
 import fcntl
@@ -28,11 +27,11 @@ FOLDER = "flash_attention_cute_dsl_cache"
 SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 REASON = "who could put kernels there that this process runs"
 
-# The compiler is in the libraries of these; which of them are installed depends on the CUDA version.
+# Distributions that contain the compiler; which ones are installed depends on the CUDA version.
 COMPILER = tuple(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13"))
-# Inlined into kernels, and editable where it is developed: its sources count, not its version.
+# Inlined into kernels, and possibly an editable install: hashed by source, not by version.
 INLINED = ("quack",)
-# Of the DSL's settings those that change code. The architecture is in every kernel's own key.
+# DSL settings that change code. The architecture is part of each kernel's key.
 CHANGES_CODE = "AUTO_M2S COMPILER_BACKEND COMPILER_OPT DEBUG ENABLE_ASSERTIONS ENABLE_PYIR LINEINFO TOLERATE_M2M"
 SETTINGS = tuple(f"CUTE_DSL_{name}" for name in CHANGES_CODE.split())
 
@@ -45,7 +44,7 @@ def is_enabled() -> bool:
 
 
 def user_folder() -> Path:
-    """The folder of this user alone, not emptied when the machine starts. A relative XDG_CACHE_HOME does not count."""
+    """The user's persistent cache folder. A relative XDG_CACHE_HOME is ignored, as its specification says."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / FOLDER
 
@@ -62,23 +61,23 @@ def multiprocessors() -> Optional[int]:
 
 @lru_cache(maxsize=None)
 def can_keep(named: Optional[str]) -> bool:
-    """True if files can be written and locked in the folder that is named, or in the user's, and by nobody else.
+    """True if this process can write and lock files in the named folder, or the user's, and nobody else can write.
 
-    A warning says why not.
+    A warning gives the reason if not.
     """
     try:
         folder = Path(named) if named is not None else user_folder()
         _make_own(folder)
-        # Shared, so that processes do not wait for one another here; some file systems have no locks.
+        # A shared lock, which does not block others; some file systems have no locks.
         with open(folder / ".probe", "a") as probe:
             fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         return _not_kept(error)
     return True
 
 
 def can_make(folder: Path) -> bool:
-    """Make a folder below it, which a full disk prevents; a warning says so, and where others may write to it."""
+    """Make a folder inside the cache; False, with a warning, if the disk is full or others may write to it."""
     try:
         _make_own(folder)
     except OSError as error:
@@ -87,7 +86,7 @@ def can_make(folder: Path) -> bool:
 
 
 def _make_own(folder: Path) -> None:
-    """Make a folder for this user alone, with those missing above it; PermissionError if one that is there is not."""
+    """Make a folder, with missing parents, that only this user may write to; PermissionError if others may."""
     _make(folder)
     folder = folder.resolve()
     owner, mode = folder.stat().st_uid, folder.stat().st_mode
@@ -108,9 +107,9 @@ def _make(folder: Path) -> None:
 
 
 def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
-    """Result of an access to kept kernels; False, and a warning, where their folder or its locks fail it.
+    """Result of an access to the cache; False, with a warning, on an I/O error or a timeout of a lock.
 
-    A disk may become full, or a lock be held for too long, after `can_keep`. A call then compiles for itself.
+    The disk may become full, or a lock be held too long, after `can_keep`. The call then compiles the kernel itself.
     """
     try:
         return bool(access(*arguments))
@@ -119,18 +118,17 @@ def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
 
 
 class CompileLocks:
-    """Locks between processes that want the same kernel: one compiles it, the others wait and load it.
+    """Locks between processes that need the same kernel: one compiles it, the others wait and load it.
 
-    A lock is one of a file, so it ends with its process. A thread has one at most, so nobody waits for somebody who
-    waits.
+    File locks, released when a process ends. A thread holds at most one, so there is no deadlock.
     """
 
     def __init__(self, longest: float = 60.0, pause: float = 0.02) -> None:
-        self.longest, self.pause = longest, pause  # seconds of waiting in all, and between two looks
+        self.longest, self.pause = longest, pause  # seconds: timeout, and polling interval
         self._own = threading.local()
 
     def acquire(self, path: Path) -> bool:
-        """Lock a kernel. True: somebody else had locked it, and may have left it compiled."""
+        """Lock a kernel. True if another process held the lock, and may have compiled the kernel."""
         self.release()
         file = open(path, "ab")  # closed, and so unlocked, with its thread at the latest
         deadline, waited = time.monotonic() + self.longest, False
@@ -142,13 +140,13 @@ class CompileLocks:
             else:
                 self._own.file = file
                 return waited
-            if time.monotonic() > deadline:  # whoever has it is stopped, or slow: compiled twice is right too
+            if time.monotonic() > deadline:  # the holder is stopped or slow: compile a second time
                 file.close()
                 return waited
             time.sleep(self.pause)
 
     def is_held(self, path: Path) -> bool:
-        """True if somebody has locked a kernel."""
+        """True if a process holds the lock of a kernel."""
         try:
             with open(path, "ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +168,7 @@ _MISSED = threading.local()
 
 @contextmanager
 def at_first_miss(act: Callable[[], None]) -> Iterator[None]:
-    """Within, ``act`` is called once, when this thread asks for a kernel that is not kept; an inner one is not."""
+    """Context in which this thread's first cache miss calls ``act``; nested contexts have no effect."""
     if getattr(_MISSED, "within", False):
         yield
         return
@@ -182,7 +180,7 @@ def at_first_miss(act: Callable[[], None]) -> Iterator[None]:
 
 
 def others_left(path: Path, load: Callable[..., Optional[bool]], *arguments: Any) -> bool:
-    """For a kernel that is not kept: lock it, and where that meant waiting, load what others left."""
+    """After a cache miss: lock the kernel; if another process held the lock, load what it compiled. True if loaded."""
     act, _MISSED.act = getattr(_MISSED, "act", None), None
     if act is not None:
         act()
@@ -203,9 +201,9 @@ def _not_kept(error: Exception) -> bool:
 
 
 def dependencies() -> bytes:
-    """A hash of the compiler's versions and settings and of the sources that kernels inline from other packages.
+    """A hash of the compiler's versions and settings, other packages' inlined sources, and the host's processor.
 
-    Of the host's processor too, for which the code that launches them is. Nothing is imported for it.
+    The processor, since kernels come with compiled launch code. Imports none of these packages.
     """
     digest = hashlib.sha256(f"{platform.machine()}\n".encode())
     for name in COMPILER:

@@ -1,4 +1,4 @@
-"""Launches of kernels, for who wants to make them again."""
+"""Observation of kernel launches, so that a caller can replay them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _thread = local()
 
 @contextmanager
 def observed(observer: Callable[[Callable, tuple], None]) -> Iterator[None]:
-    """While entered, ``observer(kernel, arguments)`` is called before each launch by this thread."""
+    """Context in which ``observer(kernel, arguments)`` is called before each launch by this thread."""
     _thread.observer = observer
     try:
         yield
@@ -20,7 +20,7 @@ def observed(observer: Callable[[Callable, tuple], None]) -> Iterator[None]:
 
 
 def of(compiled: Callable) -> Callable:
-    """The compiled kernel, with launches that an observer is told of."""
+    """The compiled kernel; while a launch observer is active, wrapped to call it."""
     return partial(_launch, compiled) if hasattr(_thread, "observer") else compiled
 
 

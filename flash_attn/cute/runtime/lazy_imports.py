@@ -1,7 +1,7 @@
-"""Names whose modules are imported when the names are first used: all that `interface` and others compile kernels from.
+"""Lazy imports of the kernel classes that `interface` and others compile: each at its first use.
 
-A call whose kernels are in the cache on disk takes milliseconds, but what kernels are written in takes seconds to
-import: quack alone brings torch._dynamo and triton.
+A call whose kernels are in the disk cache takes milliseconds, but the modules that kernels are written with take
+seconds to import: quack alone imports torch._dynamo and triton.
 """
 
 import os
@@ -12,21 +12,20 @@ from flash_attn.cute.runtime.own_device import check_target
 
 
 def import_compiler() -> None:
-    """Import what every kernel is compiled with; cheap after the first time.
+    """Import quack, and check the compilation target; cheap after the first time.
 
-    quack teaches the DSL's tensors and its preprocessor more Python: without it the same source could mean something
-    else, or nothing.
+    quack extends the DSL's tensors and its preprocessor: without it the same source may mean something else.
     """
     import_module("quack")
     check_target()
 
 
 class Deferred:
-    """Stands for a class or a function until it is called or an attribute of it is asked for.
+    """A proxy that imports its class or function when it is called or an attribute is read.
 
     Args:
-        module: full name of the module, which is imported then, and the compiler before it.
-        name: the object's name there.
+        module: full name of the module; the compiler is imported before it.
+        name: the object's name in the module.
     """
 
     def __init__(self, module: str, name: str) -> None:
@@ -42,7 +41,7 @@ class Deferred:
         return self.load()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copy, inspect and the like try on anything
+        if name.startswith("__"):  # copy, inspect and others probe for these
             raise AttributeError(f"{self!r} has no attribute {name!r}")
         return getattr(self.load(), name)
 
@@ -50,11 +49,11 @@ class Deferred:
         return f"<{self._module}.{self._name}, not imported>"
 
 
-# quack and this package then each put an assembler of the user's into the compiler, in this order.
+# With a ptxas of the user's, quack and this package both patch the compiler to use it, in this order.
 if os.environ.get("CUTE_DSL_PTXAS_PATH") is not None:
     import_compiler()
 
-# By the module of flash_attn.cute that has them.
+# Names by module of flash_attn.cute.
 NAMES = {
     "flash_fwd": "FlashAttentionForwardSm80",
     "flash_fwd_sm90": "FlashAttentionForwardSm90",

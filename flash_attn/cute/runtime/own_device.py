@@ -1,4 +1,4 @@
-"""The GPU of a call's tensors: calls run on it, and code is for its architecture and number of multiprocessors."""
+"""The GPU of a call's tensors: its architecture and number of multiprocessors select the kernels of the call."""
 
 import os
 from functools import lru_cache, wraps
@@ -14,9 +14,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def on_own_device(function: Function) -> Function:
-    """Makes the GPU of the first tensor among the arguments the current one for a call.
+    """Make the GPU of the first tensor argument the current device for a call.
 
-    Kernels are launched on the GPU of their tensors as it is. But host code asks the current one what to launch.
+    Kernels are launched on their tensors' GPU anyway, but host code selects them by the current device.
     """
 
     @wraps(function)
@@ -37,13 +37,13 @@ def on_own_device(function: Function) -> Function:
 
 @lru_cache(maxsize=None)
 def arch_of_gpu(index: int) -> int:
-    """90 for sm_90."""
+    """The architecture of a GPU: 90 for sm_90."""
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
 
 
 def selected_arch() -> Optional[int]:
-    """The architecture of FLASH_ATTENTION_ARCH, or else of the current GPU; None where neither is there."""
+    """The architecture of FLASH_ATTENTION_ARCH, else of the current GPU, else None."""
     forced = os.environ.get("FLASH_ATTENTION_ARCH")
     if forced is not None:
         from flash_attn.cute.interface import _parse_arch_str
@@ -60,16 +60,16 @@ def dispatch_arch() -> int:
 
 
 def check_target() -> None:
-    """Refuse to compile for an architecture that the compiler, which has one target a process, makes no code for."""
+    """Refuse to compile if the compiler's target, one per process, does not fit the architecture of the call."""
     from cutlass.base_dsl.dsl import BaseDSL
 
     arch, target = selected_arch(), BaseDSL._get_dsl().get_arch_enum()
     if arch is None:
         return
     major, minor, suffix = target.value
-    if os.environ.get("FLASH_ATTENTION_ARCH") is not None:  # which kernel, not for which GPU
+    if os.environ.get("FLASH_ATTENTION_ARCH") is not None:  # it selects kernels, not the target
         fits = major in {9: (9,), 10: (10, 11), 11: (10, 11)}.get(arch // 10, (major,))
-    else:  # what is made for 9.0 and later runs nowhere else, but for a family's
+    else:  # from 9.0 on code runs on its own architecture alone, unless compiled for a family
         fits = arch < 90 or arch == major * 10 + minor or (suffix == "f" and arch // 10 == major)
     if not fits:
         raise NotImplementedError(
@@ -79,18 +79,17 @@ def check_target() -> None:
 
 
 def target_sm_count() -> int:
-    """Multiprocessors of the compilation target.
+    """Multiprocessors of the compilation target: FLASH_ATTENTION_NUM_SMS if set, else the device's.
 
-    The count bounds the compiled grid; a kernel compiled for another count is slower, never wrong. A stated target
-    (FLASH_ATTENTION_NUM_SMS, as for tile selection) wins over the device at hand.
+    The count bounds the compiled grid; a kernel compiled for another count is slower, never wrong.
     """
     if os.getenv("FLASH_ATTENTION_NUM_SMS") is None:
         return _device_sm_count()
-    # The override ignores both arguments; calling it keeps one parser and one error message.
+    # Upstream's function parses the variable, which overrides both arguments.
     return get_num_sms_for_selection(device_index=0, arch=0)
 
 
 @lru_cache(maxsize=None)
 def _device_sm_count() -> int:
-    """The driver's count; asked once, for calls of backward ask too."""
+    """The driver's count, cached, since every backward call needs it."""
     return HardwareInfo().get_device_multiprocessor_count()

@@ -7,8 +7,8 @@ UNKNOWN = "0+unknown"
 
 
 def _version_of_this_copy() -> str:
-    """By the build's marker; else of the installed flash-attn-4 that owns this very file: one of the right name may
-    describe another copy, behind a source tree."""
+    """The version of build_info, else of the installed flash-attn-4 that owns this file: another installed copy may be
+    hidden by a source tree."""
     try:
         from flash_attn.cute import build_info
 

@@ -1,1 +1,1 @@
-"""Block lists for attention out of chosen blocks: by query tile for forward, by key tile in CSR for backward."""
+"""Block lists for attention from selected blocks: by query tile for forward, by key tile in CSR for backward."""

@@ -1,4 +1,4 @@
-"""Lists of chosen blocks by query tile -> lists of the kernel's key tiles in them."""
+"""Lists of selected blocks by query tile -> lists of the attention kernel's key tiles in them."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,8 +12,8 @@ WARPS = 4
 class BlocksToTiles:
     """Key tiles of each query tile's blocks, and their count; a warp to a query tile.
 
-    Tiles past the sequence's end, or with `causal` wholly after the queries, are not counted: since blocks rise in a
-    list, they stand behind all that is.
+    Tiles past the sequence's end, or with `causal` wholly after the queries, are not counted: since blocks ascend in
+    a list, they are its last entries.
     """
 
     shapes = "B H M n", "starts", "starts", "B H M", "B H M width"

@@ -1,7 +1,7 @@
-"""Block lists of chosen blocks, by kernels: forward lists at no cost, backward lists in CSR with a plan.
+"""Block lists of selected blocks, by kernels: forward lists at no cost, backward lists in CSR with a plan.
 
 For lists that need no mask inside of tiles: the key tile divides a block, and a query tile of the lists is one of the
-choice. Memory is proportional to nnz, not to key tiles by query tiles.
+selection. Memory is proportional to nnz, not to key tiles by query tiles.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.lists.backward_plan import LONGEST
+from flash_attn.cute.lists.backward_plan import LONGEST_WORK_TILE
 from nsa_layer.kernels.block_lists.forward import BlocksToTiles
 from nsa_layer.kernels.block_lists.transpose import FEW_WORDS, MANY_WORDS, WARPS, WORK_TILE, BuildK2qCsr
 from nsa_layer.kernels.csr import RowStarts
@@ -67,7 +67,7 @@ def backward_lists(
     q_tile: int,
     kv_tile: int,
     causal: bool,
-    longest: int = LONGEST,
+    longest: int = LONGEST_WORK_TILE,
     cu_tiles: torch.Tensor | None = None,
     cu_rows: torch.Tensor | None = None,
     rows: int | None = None,

@@ -1,8 +1,8 @@
 """Transposition of block lists: key blocks by query tile -> query tiles by key tile in CSR, and a plan over its rows.
 
 A CTA takes a range of key tiles of one head. It reads the lists of all query tiles that may see them and sets a bit of
-a bitmap [key tiles, query tiles] in shared memory for each entry, so that rows come out in order whichever thread came
-first. Launched twice: for the counts, then, once the rows' starts are known, for the entries.
+a bitmap [key tiles, query tiles] in shared memory for each entry, so that rows are ascending in whatever order threads
+run. Launched twice: for the counts, then, once the rows' starts are known, for the entries.
 
 Memory is proportional to nnz. All lists are read for every bitmap, and a bitmap of 192 KB holds the fewer key tiles the
 more query tiles there are: 0.4 GB out of the L2 for a million tokens and 8 heads, 23 GB for four million.
@@ -19,7 +19,7 @@ from nsa_layer.kernels.csr import num_work_tiles
 THREADS = 512
 WARPS = THREADS // 32
 FEW_WORDS, MANY_WORDS = 8 << 10, 48 << 10  # of 32 bits, in a CTA's bitmap
-WORK_TILE = 8  # numbers of a work tile
+WORK_TILE = 8  # fields of a work tile
 FILLERS = 1024  # CTAs, at most, that fill a plan's unused capacity
 
 
@@ -103,25 +103,25 @@ class BuildK2qCsr:
         cute.arch.sync_threads()
         for row in cutlass.range(first + warp, end, WARPS):
             bits = cute.domain_offset((row - first) * words_a_row, bitmap)
-            place = batch * own_rows + row
+            flat_row = batch * own_rows + row
             if const_expr(starts is None):
                 count = Int32(0)
                 for w in cutlass.range(lane, words_a_row, 32):
                     count += Int32(cute.arch.popc(Uint32(bits[w])))
                 count = cute.arch.warp_redux_sync(count, "add")
                 if lane == 0:
-                    counts[head, place] = count
+                    counts[head, flat_row] = count
             else:
                 sequence, n, first_row, rows = batch, row, batch * own_rows, own_rows
                 if const_expr(cu_tiles is not None):
                     sequence = sequence_at(cu_rows, row)
                     first_row = cu_rows[sequence]
                     n, rows = row - first_row, cu_rows[sequence + 1] - first_row
-                start = Int64(starts[head, place])
+                start = Int64(starts[head, flat_row])
                 self.read_bits(bits, cute.domain_offset(start, entries), words_a_row, lane)
                 if const_expr(plan is not None):
                     segment_of_row = head * counts.shape[1] + first_row
-                    own_row = (segment_of_row, rows, sequence, head, n, place, start)
+                    own_row = (segment_of_row, rows, sequence, head, n, flat_row, start)
                     self.write_work_tiles(plan, counts, tiles_before, own_row, lane)
         if const_expr(plan is not None):
             # Fill the plan's unused capacity with empty work tiles.
@@ -134,8 +134,8 @@ class BuildK2qCsr:
 
     @cute.jit
     def mark(self, lists: cute.Tensor, tile: Int32, bitmap: cute.Tensor, span: tuple, words_a_row: Int32):
-        """Set the bits of row `tile` of the lists; span: the query tile, the bitmap's first key tile, and one past the
-        last key tile that counts."""
+        """Set the bits of row `tile` of the lists; span: the query tile in its sequence, the bitmap's first key tile,
+        and one past the last key tile to set."""
         m, origin, end = span
         begin = cutlass.max(origin, 0)
         bit = Uint32(1) << Uint32(m & 31)
@@ -147,12 +147,12 @@ class BuildK2qCsr:
                 for part in cutlass.range_constexpr(self.parts):
                     n = blocks[i] * self.parts + part
                     if n >= begin and n < end:
-                        place = (n - origin) * words_a_row + (m >> 5)
-                        cute.arch.atomic_or(bitmap.iterator + place, bit, scope="cta")
+                        word = (n - origin) * words_a_row + (m >> 5)
+                        cute.arch.atomic_or(bitmap.iterator + word, bit, scope="cta")
 
     @cute.jit
     def read_bits(self, bits: cute.Tensor, row: cute.Tensor, words: Int32, lane: Int32):
-        """Write the set bits of a row of the bitmap, in rising order."""
+        """Write the indices of the set bits of a row of the bitmap, ascending; by one warp."""
         written = Int32(0)
         for w in cutlass.range(0, words, 32):
             word = Uint32(0)
@@ -161,10 +161,10 @@ class BuildK2qCsr:
                 word = Uint32(bits[at])
             number = Int32(cute.arch.popc(word))
             through = warp_prefix_sum(number, lane)
-            place = written + through - number
+            offset = written + through - number
             for i in cutlass.range(number):
                 bit = Int32(cute.arch.popc((word & (~word + 1)) - 1))
-                row[place + i] = at * 32 + bit
+                row[offset + i] = at * 32 + bit
                 word = word ^ (Uint32(1) << Uint32(bit))
             written += cute.arch.shuffle_sync(through, 31)
 
@@ -174,11 +174,11 @@ class BuildK2qCsr:
     ):
         """Write a row's work tiles for all query heads of this list: head by head, a sequence's rows side by side.
 
-        row: the place of the sequence's first row among all heads', how many rows it has, its number, the head, the
-        row's number in the sequence and in the head, and its start.
+        row: index of the sequence's first row among all heads' rows, number of its rows, the sequence, the head, the
+        row's index in the sequence and among the head's rows, and its start.
         """
-        segment, rows, sequence, head, n, place, start = row
-        count = counts[head, place]
+        segment, rows, sequence, head, n, flat_row, start = row
+        count = counts[head, flat_row]
         number = num_work_tiles(count, self.longest)
         first, end, own = tiles_before[segment], tiles_before[segment + rows], tiles_before[segment + n]
         first_tile = self.q_heads_per_list * first + own - first

@@ -1,1 +1,1 @@
-"""Caches of keys and values: what a call's numbers lead to, and rows moved between caches and dense tensors."""
+"""Caches of keys and values: slots of a call's sequences, and rows moved between caches and dense tensors."""

@@ -28,7 +28,7 @@ def complete_blocks(
 
     Args:
         caches: k and v, [rows, S, H, D], or [pages, page, H, D] with a table; rows are aligned, see `rows_aligned`.
-        compressed: the same of compressed keys and values; where either is None it is left alone.
+        compressed: caches of compressed keys and values, written; either may be None.
         tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
         slots: of `locate`.
         most: blocks that a sequence can complete.

@@ -13,11 +13,11 @@ from nsa_layer.kernels.varlen import sequence_tile, tiles_and_batch
 
 Tensor = torch.Tensor
 THREADS = 256
-TILE = 64  # tokens of a thread block
+TILE = 64  # tokens of a CTA
 
 
 class InvalidateRows:
-    """One launch of `invalidate_rows`, with its arguments and a stream."""
+    """The kernel of `invalidate_rows`, called with its arguments and a stream."""
 
     shapes = "B T Hq D", *["B Hq T"] * 3, "fields sequences", "starts *"
 

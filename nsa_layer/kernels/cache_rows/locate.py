@@ -1,4 +1,4 @@
-"""Slots of a call's sequences in caches, found on the GPU: one launch, a thread block a sequence.
+"""Slots of a call's sequences in caches, found on the GPU: one launch, a CTA for each sequence.
 
 Lengths, pages and rows are only known there. A sequence whose slots are not all in the caches is invalid: its numbers
 are 0 but for `CacheSlots.INVALID`, so that nothing of it is written or read.
@@ -13,6 +13,7 @@ import torch
 from cutlass import Boolean, Int32, const_expr
 
 from nsa_layer.kernels.launch import launch
+from nsa_layer.kernels.varlen import compressed_length
 
 Tensor = torch.Tensor
 THREADS = 256
@@ -28,19 +29,19 @@ class CacheSlots(IntEnum):
     CMP_FIRST = 3  # compressed keys before the call
     CMP_NEW = 4  # compressed keys that it completes
     CMP_END = 5
-    SOURCE = 6  # first token of these
-    SOURCE_TOKENS = 7
+    SOURCE = 6  # first token of the completed keys
+    SOURCE_TOKENS = 7  # tokens of the completed keys
     INVALID = 8  # 1 where there are queries, and slots for them are missing
     START = 9  # 0
     WINDOW = 10  # first token in the first query's window
     WINDOW_TOKENS = 11  # from there to the end
-    IN_WINDOW = 12  # position of the first query among these
+    IN_WINDOW = 12  # first query, counted from WINDOW
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Static options: tokens of a compressed key and between two, and of the window; whether tokens are added to
-    the cached ones."""
+    """Static options: tokens of a compressed key, between the starts of two, and of the window; adds: the queries
+    are not counted by the caches' lengths."""
 
     span: int
     stride: int
@@ -58,7 +59,7 @@ class LocateSlots:
 
     @cute.jit
     def __call__(self, *arguments):
-        """As `locate` has them: cache_seqlens, cu_seqlens, tables [B, n], numbers [fields, B]; sizes; stream."""
+        """cache_seqlens, cu_seqlens, tables [B, n], slots [fields, B]; T, both caches' pages and page sizes; stream."""
         tensors, (*sizes, stream) = arguments[:5], arguments[5:]
         self.kernel(tensors, tuple(sizes)).launch(
             grid=[tensors[4].shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
@@ -76,7 +77,7 @@ class LocateSlots:
             T = mCu[s + 1] - mCu[s]
         capacity = page if const_expr(mTable is None) else page * mTable.shape[1]
         end = mSeqlens[s]
-        # A number beyond the capacity stays so, and cannot overflow.
+        # Lengths out of range stay out of range, and cannot overflow.
         end = cutlass.min(cutlass.max(end, -1), capacity + 1)
         if const_expr(self.blocks.adds):
             end = capacity + 1 if end < 0 else end + T
@@ -114,16 +115,11 @@ class LocateSlots:
         return compressed_length(tokens, self.blocks.span, self.blocks.stride)
 
 
-def compressed_length(tokens: Int32, span: int, stride: int) -> Int32:
-    """Compressed keys of so many tokens."""
-    return cutlass.max(tokens - span + stride, 0) // stride
-
-
 @cute.jit
 def pages_exist(
     inside: Boolean, tables: cutlass.Constexpr[list], sBad: cute.Tensor, threads: cutlass.Constexpr[int]
 ) -> Boolean:
-    """True if `inside` and every page that a sequence uses is one of the caches'; of all threads together.
+    """True if `inside` and every page that a sequence uses is one of the cache's; called by all threads.
 
     tables: (int32 [B, n], a row of it, pages used, pages of the cache) each.
     """

@@ -1,8 +1,8 @@
-"""Rows of keys and values between caches and dense tensors, whose slots the GPU alone knows.
+"""Copies of rows of keys and values between caches and dense tensors; their slots are known on the GPU only.
 
-A thread block moves `TILE` tokens of keys, or of values, 16 bytes a thread; those past a sequence's number of rows
-have nothing to do. Behind the last row that is read, and in caches that attention reads in place, a few rows are
-cleared: attention multiplies what lies there in its last tile by 0.
+A CTA moves `TILE` tokens of keys, or of values, 16 bytes a thread; CTAs past a sequence's number of rows have nothing
+to do. A few rows past the last one are cleared, in dense tensors and in caches that attention reads in place, since
+attention multiplies them by 0 in its last tile, which NaN would survive.
 """
 
 import math
@@ -17,16 +17,16 @@ import torch
 from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.kernels.cache_rows.locate import CacheSlots
-from nsa_layer.kernels.fp8 import FP8, floats, inverse, store
+from nsa_layer.kernels.fp8 import E4M3, floats, inverse, store
 from nsa_layer.kernels.launch import launch, rows_aligned
 from nsa_layer.kernels.varlen import sequence_tile, tiles_and_batch
 
 Tensor = torch.Tensor
 THREADS = 256
-TILE = 32  # tokens of a thread block
+TILE = 32  # tokens of a CTA
 AT_ONCE = 4  # loads of a thread in flight
 BEHIND = 512  # cleared rows: more than tiles of queries and of keys reach together
-KEYS = 64  # of a block that attention reads at a time
+KEYS = 64  # keys that attention reads at a time
 VECTOR = 8  # 16 bytes of a 16-bit dtype
 TOKEN_ROWS = CacheSlots.FIRST, CacheSlots.NEW, CacheSlots.END
 CMP_ROWS = CacheSlots.CMP_FIRST, CacheSlots.CMP_NEW, CacheSlots.CMP_END
@@ -39,7 +39,7 @@ class Move:
     Attributes:
         to: "cache", "dense", or "nothing": rows of the cache are cleared.
         vector: elements of a load.
-        behind: cleared behind what is appended: `BEHIND` "rows", those up to the end of their "block", or "".
+        behind: rows cleared past the appended ones: `BEHIND` "rows", those up to the end of a "block" of `KEYS`, or "".
         alignment: bytes of a cache's rows, if not 16.
     """
 
@@ -50,14 +50,14 @@ class Move:
 
     @classmethod
     def of(cls, to: str, caches: list[Tensor], behind: str = "") -> "Move":
-        """For rows as they lie in these caches."""
+        """Options for the strides and alignment of these caches."""
         if all(map(rows_aligned, caches)):
             return cls(to, behind=behind)
         return cls(to, 1, behind, caches[0].element_size())
 
 
 class _Rows:
-    """Tiles of rows between a cache and a dense tensor."""
+    """A copy of tiles of rows between a cache and a dense tensor."""
 
     def __init__(self, move: Move, *_: int) -> None:
         self.move = move
@@ -68,12 +68,15 @@ class _Rows:
         cache: cute.Tensor,
         dense: cute.Tensor | None,
         table: cute.Tensor | None,
-        place: tuple,
+        span: tuple,
         scale: cute.Tensor | None,
     ):
-        """Rows from ``begin`` on: up to ``count`` are moved, those up to ``rows`` are cleared; scale: of FP8."""
+        """Move rows of a tile, which begins at ``begin``, up to ``count``, and clear those up to ``rows``.
+
+        span: the sequence, its first row in packed `dense`, its first slot in `cache`; begin, count and rows.
+        """
         move = self.move
-        s, start, first, begin, count, rows = place
+        s, start, first, begin, count, rows = span
         H, D = cache.shape[cute.rank(cache) - 2], cache.shape[cute.rank(cache) - 1]
         lanes = D // move.vector
         vectors = H * lanes
@@ -102,10 +105,10 @@ class _Rows:
                         self.write(held[None, u], target, scale, head)
 
     def write(self, held: cute.Tensor, target: cute.Tensor, scale: cute.Tensor | None, head: Int32) -> None:
-        """Write numbers, from or to FP8 times or over their scale."""
+        """Write elements: from FP8 times their scale, to FP8 divided by it."""
         if const_expr(held.element_type == target.element_type):
             cute.autovec_copy(held, target)
-        elif const_expr(held.element_type == FP8):
+        elif const_expr(held.element_type == E4M3):
             by = Float32(1.0) if const_expr(scale is None) else scale[head]
             store([x * by for x in floats(held)], by, target)
         else:
@@ -131,7 +134,7 @@ class _Rows:
 
 
 class AppendRows(_Rows):
-    """One launch of `append`; a thread block has a tile of one of up to six caches."""
+    """The kernel of `append`; a CTA has a tile of one of up to six caches."""
 
     def __init__(self, move: Move, *dims: int) -> None:
         super().__init__(move, *dims)
@@ -153,8 +156,8 @@ class AppendRows(_Rows):
         self.kernel(jobs, slots, compressed).launch(grid=[units, len(jobs), 1], block=[THREADS, 1, 1], stream=stream)
 
     def jobs(self, caches: tuple, new: tuple, scales: tuple, tables: tuple) -> tuple[tuple, tuple[bool, ...]]:
-        """(cache, new rows, scale, table, starts) of each cache that there is something to do for, and if it is
-        compressed."""
+        """(cache, new rows, scale, table, starts) of each cache with rows to write or clear, and whether it has
+        compressed ones."""
         every = enumerate(zip(caches, new, scales, tables))
         jobs = [
             ((cache, x, scale, *table), i >= 4)
@@ -203,7 +206,7 @@ class AppendRows(_Rows):
 
 
 class MoveRows(_Rows):
-    """One launch of `gather` or `clear`; the second of each pair may be missing."""
+    """The kernel of `gather` and `clear`; the second of each pair may be missing."""
 
     def __init__(self, move: Move, *dims: int) -> None:
         super().__init__(move, *dims)
@@ -223,7 +226,7 @@ class MoveRows(_Rows):
         if const_expr(self.move.to == "nothing"):
             units = Int32(cute.ceil_div(BEHIND, TILE)) * sequences
         else:
-            units = Int32(math.prod(tiles_and_batch(mX, cu, TILE)))  # packed, no multiple of the sequences
+            units = Int32(math.prod(tiles_and_batch(mX, cu, TILE)))  # if packed, no multiple of the sequences
         self.kernel(tuple(tensors), (first, count), units // sequences).launch(
             grid=[units, 1 if const_expr(mV is None) else 2, 1], block=[THREADS, 1, 1], stream=stream
         )
@@ -244,12 +247,12 @@ class MoveRows(_Rows):
         else:
             count = cutlass.min(slots[fields[1], s], length)
             rows = cutlass.min(count + BEHIND, length)
-        place = (s, start, first, tile * TILE, count, rows)
+        span = (s, start, first, tile * TILE, count, rows)
         if tile * TILE < rows:
             if is_value == 0:
-                self.move_tile(mK, mX, table, place, k_scale)
+                self.move_tile(mK, mX, table, span, k_scale)
             elif const_expr(mV is not None):
-                self.move_tile(mV, mY, table, place, v_scale)
+                self.move_tile(mV, mY, table, span, v_scale)
 
 
 Pair = tuple[Optional[Tensor], Optional[Tensor]]

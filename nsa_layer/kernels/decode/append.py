@@ -10,11 +10,11 @@ from nsa_layer.kernels.cache_rows.locate import pages_exist
 from nsa_layer.kernels.decode.cache_rows import Caches, Sequence, Stored, Table, new_row
 from nsa_layer.kernels.decode.partial_sums import fragment
 from nsa_layer.kernels.decode.spec import VECTOR, DecodeSpec
-from nsa_layer.kernels.fp8 import FP8, floats, inverse, store
+from nsa_layer.kernels.fp8 import E4M3, floats, inverse, store
 
 
 def is_inside(sequence: Sequence, caches: Caches, threads: int, sBad: cute.Tensor) -> Boolean:
-    """True if all the sequence's slots are in the caches; of all threads together."""
+    """True if all the sequence's slots are in the caches; called by all threads of the CTA."""
     used = [(caches.tokens, sequence.S)]
     if caches.keys is not None:
         used.append((caches.keys, sequence.completed()[1]))
@@ -65,8 +65,8 @@ def append(
     threads: cutlass.Constexpr[int],
     to_cache: cutlass.Constexpr[bool] = True,
 ):
-    """Write a sequence's new keys and values of a head, or what is `rounded` of them; some threads keys, others
-    values."""
+    """Write a sequence's new keys and values of a head to the caches or, unless `to_cache`, to `Stored.rounded`;
+    some threads write keys, others values."""
     tidx, _, _ = cute.arch.thread_idx()
     table = stored.table(sequence)
     for i in cutlass.range_constexpr(2):
@@ -85,8 +85,8 @@ def append(
 
 
 def write(chunk: cute.Tensor, stored: Stored, i: int, head: Int32, target: cute.Tensor) -> None:
-    """Write new numbers as the cache stores them."""
-    if const_expr(target.element_type == FP8):
+    """Write new elements, in FP8 divided by the scale if the target is in FP8."""
+    if const_expr(target.element_type == E4M3):
         store(floats(chunk), inverse(stored.scales[i], head), target)
     else:
         cute.autovec_copy(chunk, target)
@@ -94,7 +94,7 @@ def write(chunk: cute.Tensor, stored: Stored, i: int, head: Int32, target: cute.
 
 @cute.jit
 def read(stored: Stored, i: int, table: Table, page: Int32, at: Int32, head: Int32, lane: Int32) -> cute.Tensor:
-    """`VECTOR` numbers of a token, new or not, as the cache stores them."""
+    """`VECTOR` elements of a token's row, new or cached, in the cache's dtype."""
     chunk = fragment(stored.token(i, table, page, at, head), lane, VECTOR)
     if const_expr(stored.rounds(i)):
         past = at - table.sequence.position(Int32(0))
@@ -113,12 +113,12 @@ def complete(
     threads: cutlass.Constexpr[int],
     sSums: cute.Tensor,
 ):
-    """Write compressed key and value j of a head: given, or means of their tokens, projected."""
+    """Write compressed key and value j of a head: the given ones, or means of their tokens times the weights."""
     tidx, _, _ = cute.arch.thread_idx()
     tokens, keys, weights = caches.tokens, caches.keys, caches.weights
     widest, table = max(spec.dims), keys.table(sequence)
     lanes = widest // VECTOR
-    groups = threads // lanes  # the last threads may be no whole group
+    groups = threads // lanes  # the last threads may not fill a group
     lane, group = tidx % lanes, tidx // lanes
     of_row = [lane if D == widest else cutlass.min(lane, D // VECTOR - 1) for D in spec.dims]
     targets = [cache[table.page(j), table.within(j), head, None] for cache in keys.caches]

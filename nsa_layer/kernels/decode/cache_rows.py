@@ -1,4 +1,4 @@
-"""Rows of a step: of its queries, of its new keys and values, and of caches, contiguous or in pages."""
+"""Addresses of a decode step's rows: queries, new keys and values, and caches, contiguous or in pages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from nsa_layer.kernels.cache_rows.locate import compressed_length
 from nsa_layer.kernels.decode.spec import DecodeSpec, StepTensors
-from nsa_layer.kernels.fp8 import FP8
+from nsa_layer.kernels.fp8 import E4M3
+from nsa_layer.kernels.varlen import compressed_end, compressed_length
 
-LARGEST = 2**31 - 1
+UNLIMITED = 2**31 - 1  # rows of caches in pages
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tensors of the sequences' lengths and of their rows in contiguous caches.
+    """The sequences' lengths, and their rows in contiguous caches.
 
     Attributes:
         cache_seqlens: int32 [B].
@@ -40,8 +40,8 @@ class Lengths:
         tensors = (step.cache_seqlens, step.cu_seqlens_q, step.cache_batch_idx)
         return cls(spec, *tensors, capacity, compressed_capacity, Int32(step.q.shape[1]))
 
-    def sequence(self, b: Int32, rows: Int32 | int = LARGEST) -> Sequence:
-        """rows: of contiguous caches."""
+    def sequence(self, b: Int32, rows: Int32 | int = UNLIMITED) -> Sequence:
+        """Sequence b; rows: sequences that contiguous caches hold."""
         spec, (first_row, T) = self.spec, self.queries(b)
         length = self.cache_seqlens[b]
         row = b if const_expr(self.cache_batch_idx is None) else self.cache_batch_idx[b]
@@ -60,7 +60,7 @@ class Lengths:
         return Sequence(spec, b, cutlass.select_(inside, row, Int32(0)), first_row, T, S, inside)
 
     def queries(self, b: Int32) -> tuple[Int32, Int32]:
-        """The first row of a sequence's packed queries, and how many they are."""
+        """(first row, number of rows) of a sequence's packed queries."""
         if const_expr(self.cu_seqlens_q is None):
             return Int32(0), Int32(self.spec.T)
         first = self.cu_seqlens_q[b]
@@ -72,9 +72,9 @@ class Sequence:
     """One sequence: T queries, the last of S tokens.
 
     Attributes:
-        row: of contiguous caches.
-        first_row: of packed queries.
-        inside: its tokens have slots, as far as lengths and rows tell.
+        row: the sequence's row in contiguous caches.
+        first_row: its first row in packed queries.
+        inside: its lengths and row are within the caches; its pages are not checked.
     """
 
     spec: cutlass.Constexpr[DecodeSpec]
@@ -86,7 +86,7 @@ class Sequence:
     inside: Boolean
 
     def completed(self) -> tuple[Int32, Int32]:
-        """Compressed keys before these queries, and with them."""
+        """Compressed keys before this call, and after it."""
         before, after = (compressed_length(S, self.spec.span, self.spec.stride) for S in (self.S - self.T, self.S))
         return before, after
 
@@ -96,13 +96,13 @@ class Sequence:
     def keys_end(self, t: Int32) -> Int32:
         """One past the last compressed key that token t sees."""
         spec = self.spec
-        seen = cutlass.max(t - spec.offset + spec.stride, 0) // spec.stride
+        seen = compressed_end(t, spec.offset, spec.stride)
         return cutlass.min(seen, compressed_length(self.S, spec.span, spec.stride))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Slots of one sequence in caches [rows, S, H, D] or, with pages, [pages, page, H, D].
+    """Page table of one sequence, for caches [pages, page, H, D]; without pages, its row of caches [rows, S, H, D].
 
     Attributes:
         pages: int32 [B, n], or None.
@@ -116,29 +116,29 @@ class Table:
     count: Int32
 
     def page(self, at: Int32) -> Int32:
-        """The first coordinate of a slot: a page, or a row; always one of the caches'."""
+        """First index into the caches of slot `at`: its page, or the row; clamped to the caches."""
         if const_expr(self.pages is None):
             return self.sequence.row
         page = self.pages[self.sequence.b, at // self.size]
         return cutlass.min(cutlass.max(page, 0), self.count - 1)
 
     def within(self, at: Int32) -> Int32:
-        """The second coordinate."""
+        """Second index into the caches of slot `at`."""
         return at if const_expr(self.pages is None) else at % self.size
 
     def used(self, slots: Int32) -> tuple[cute.Tensor, Int32, Int32, Int32]:
-        """The pages of the first slots, for `pages_exist`."""
+        """An entry of `pages_exist`' tables for the first `slots` slots."""
         return self.pages, self.sequence.b, cute.ceil_div(slots, self.size), self.count
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A key cache and its value cache, or one of them, [rows, S, Hkv, D] or [pages, page, Hkv, D], and what is new.
+    """Key cache and value cache, [rows, S, Hkv, D] or [pages, page, Hkv, D], either may be None, and the new rows.
 
     Attributes:
-        new: k and v, [B, T, Hkv, D] or [1, total, Hkv, D]; None where nothing is.
+        new: k and v, [B, T, Hkv, D] or [1, total, Hkv, D]; None: nothing is appended.
         scales: of caches in FP8, fp32 [Hkv]; None: 1.
-        rounded: [D, T] in shared memory: new rows of a head as caches in FP8 will store them.
+        rounded: [D, T] in shared memory: a head's new rows rounded to FP8, as the cache will hold them.
     """
 
     caches: tuple[cute.Tensor, cute.Tensor]
@@ -148,18 +148,18 @@ class Stored:
     rounded: tuple[cute.Tensor | None, cute.Tensor | None] = (None, None)
 
     def scale(self, i: int, head: Int32) -> Float32:
-        """The factor of what is stored."""
+        """The factor from stored to real values; i: 0 for keys, 1 for values."""
         return Float32(1.0) if const_expr(self.scales[i] is None) else self.scales[i][head]
 
     def rounds(self, i: int) -> bool:
-        """True if new rows are not read as they are given, but as the cache will store them."""
-        return self.new[i] is not None and self.caches[i].element_type == FP8
+        """True if new rows are read rounded to FP8, as later steps will read them from the cache."""
+        return self.new[i] is not None and self.caches[i].element_type == E4M3
 
     def with_rounded(self, smem: cutlass.utils.SmemAllocator, spec: DecodeSpec) -> Stored:
-        """With shared memory for new rows that are rounded."""
+        """A copy with shared memory for the new rows that `rounds`."""
         layouts = [cute.make_layout((D, spec.T)) for D in spec.dims]
         rounded = [
-            smem.allocate_tensor(FP8, layout, byte_alignment=16) if self.rounds(i) else None
+            smem.allocate_tensor(E4M3, layout, byte_alignment=16) if self.rounds(i) else None
             for i, layout in enumerate(layouts)
         ]
         return replace(self, rounded=tuple(rounded))
@@ -170,8 +170,8 @@ class Stored:
         return Table(self.pages, sequence, Int32(size), Int32(count))
 
     def token(self, i: int, table: Table, page: Int32, at: Int32, head: Int32) -> cute.Tensor:
-        """Row [D] of a token that is on the page: of the cache, or of what this call appends to it, unless that is
-        rounded."""
+        """Row [D] of token `at`, which is on the page: in the cache, or in the new rows if this call appends it and
+        they are not rounded."""
         row = self.caches[i][page, table.within(at), head, None]
         if const_expr(self.new[i] is None or self.rounds(i)):
             return row
@@ -184,12 +184,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Caches:
-    """All that a step reads and writes.
+    """All keys and values that a step reads and writes.
 
     Attributes:
-        window: its own keys and values, or one of them, if it has some.
+        window: the window's own keys, values, or both; None: it reads those of `tokens`.
         keys: compressed keys and values; None where the step does not attend to them.
-        weights: [Hkv, D, D] or None each, that project compressed keys and values.
+        weights: [Hkv, D, D] projections of compressed keys and of values; each may be None.
     """
 
     tokens: Stored
@@ -212,17 +212,17 @@ class Caches:
         return cls(tokens, window, keys, (step.compress_k_weight, step.compress_v_weight))
 
     def with_rounded(self, smem: cutlass.utils.SmemAllocator, spec: DecodeSpec) -> Caches:
-        """`Stored.with_rounded` of tokens and of the window."""
+        """A copy with `Stored.with_rounded` of tokens and of the window."""
         window = None if const_expr(self.window is None) else self.window.with_rounded(smem, spec)
         return replace(self, tokens=self.tokens.with_rounded(smem, spec), window=window)
 
     @property
     def rows(self) -> Int32 | int:
         """Sequences that contiguous caches hold."""
-        return LARGEST if const_expr(self.tokens.pages is not None) else Int32(self.tokens.caches[0].shape[0])
+        return UNLIMITED if const_expr(self.tokens.pages is not None) else Int32(self.tokens.caches[0].shape[0])
 
     def read_window(self) -> Stored:
-        """Keys and values of the window: its own, and otherwise the tokens'."""
+        """Keys and values that the window attends to: its own, or those of `tokens` where it has none."""
         if const_expr(self.window is None):
             return self.tokens
         tokens, own = self.tokens, self.window
@@ -238,6 +238,6 @@ class Caches:
 
 
 def new_row(x: cute.Tensor, sequence: Sequence, token: Int32, head: Int32) -> cute.Tensor:
-    """Row [D] of a sequence's token of this call, [B, T, H, D], packed [1, total, H, D]; of one that is there."""
+    """Row [D] of this call's `token` in x [B, T, H, D], packed [1, total, H, D]; clamped to the tensor."""
     at = cutlass.min(cutlass.max(sequence.first_row + token, 0), x.shape[1] - 1)
     return x[sequence.b * cutlass.min(x.shape[0] - 1, 1), at, head, None]

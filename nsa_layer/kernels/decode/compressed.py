@@ -1,9 +1,9 @@
-"""The compressed branch over splits of its keys, and the launch of its own that it has where they are many.
+"""The compressed branch over splits of its keys, and its separate launch for calls with many compressed keys.
 
-A thread block has up to 16 rows of a key/value head and a split of the compressed keys. Scores go to memory for the
-selection. The last split has the keys that this call completes, too; its thread blocks look at all the sequence's pages
-first, since a sequence that is led out of the caches writes nothing. CTAs of a further 16 rows write the same again,
-rather than wait for one another.
+A CTA has up to 16 rows of a key/value head and a split of the compressed keys. Scores go to memory for the selection.
+CTAs of the last split also write, and attend to, the keys that this call completes; they check all the sequence's pages
+first, since nothing of a sequence with pages outside of the caches may be written. If there are several row tiles, the
+last split of each writes the same keys, so that no CTA waits for another.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from flash_attn.cute.utils import LOG2_E
 from nsa_layer.kernels.decode.append import complete_keys, write_valid
-from nsa_layer.kernels.decode.attention import WarpRows, no_rows, own_keys, set_queries, write_partial
+from nsa_layer.kernels.decode.attention import WarpRows, allocate_rows, lane_keys, set_queries, write_partial
 from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, Sequence, Stored, Table, new_row
 from nsa_layer.kernels.decode.partial_sums import shared_partial, write_nothing
 from nsa_layer.kernels.decode.spec import LAUNCH, ROWS, WARP, WARPS, DecodeSpec, StepTensors
 
-LOG2_E = 1.4426950408889634
-
 
 class CompressedDecode:
-    """The kernel."""
+    """The kernel of the separate launch."""
 
     shapes = StepTensors()
 
@@ -59,7 +58,7 @@ class CompressedDecode:
         sequence = lengths.sequence(b, caches.rows)
         first, count = tile * ROWS, cutlass.min(spec.rows - tile * ROWS, ROWS)
         own = RowTile.of(spec, WARPS, sequence, caches.keys, head, first, count, split, splits)
-        rows = no_rows(spec, mQ.element_type, caches.keys.caches[0].element_type, scale_log2)
+        rows = allocate_rows(spec, mQ.element_type, caches.keys.caches[0].element_type, scale_log2)
         stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
         if split == splits - 1:
             complete_keys(sequence, caches, head, WARP * WARPS, shared[1], sBad)
@@ -75,12 +74,12 @@ class CompressedDecode:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Up to 16 rows of a key/value head, and the compressed keys ``begin .. end - 1`` that a thread block has of them.
+    """A CTA's work tile: up to 16 rows of a key/value head, and a split of their compressed keys, ``begin .. end - 1``.
 
     Attributes:
-        warps: of the thread block.
-        table: of the compressed keys.
-        first, count: of the rows.
+        warps: warps of the CTA.
+        table: page table of the compressed keys.
+        first, count: the tile's (token, head) rows.
     """
 
     spec: cutlass.Constexpr[DecodeSpec]
@@ -106,7 +105,7 @@ class RowTile:
         split: Int32,
         splits: Int32,
     ) -> RowTile:
-        """With one of the rows' `splits` shares of the keys; the last also has the keys that this call completes."""
+        """The tile of a split of the keys; the last split also has the keys that this call completes."""
         before, after = sequence.completed()
         share = cute.ceil_div(cute.ceil_div(before, splits), spec.keys * warps) * spec.keys * warps
         begin = cutlass.min(split * share, before)
@@ -122,7 +121,7 @@ class RowTile:
         return self.begin + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.keys
 
     def own(self) -> list[Int32]:
-        """The rows g and g + 8."""
+        """Rows g and g + 8 of the tile, clamped to its last row."""
         return [cutlass.min(cute.arch.lane_idx() // 4 + 8 * r, self.count - 1) + self.first for r in range(2)]
 
     def token(self, row: Int32) -> Int32:
@@ -135,11 +134,11 @@ class RowTile:
         set_queries(rows, queries, keys.scale(0, self.head))
 
     def page(self, at: Int32) -> Int32:
-        """In lane x, or x % 16 for steps of 16, that of key ``at + x``."""
+        """In each lane the page of key ``at + lane % spec.keys``, for `row_of`."""
         return self.table.page(cutlass.min(at + cute.arch.lane_idx() % self.spec.keys, self.end - 1))
 
     def row_of(self, cache: cute.Tensor, page: Int32, first: Int32, i: Int32) -> cute.Tensor:
-        """Row [D] of key ``first + i``, of the last one if that is behind; page: as `page` has it."""
+        """Row [D] of key ``min(first + i, end - 1)``; page: the result of `page` for `first`."""
         at = cutlass.min(first + i, self.end - 1)
         if const_expr(self.table.pages is not None):
             page = cute.arch.shuffle_sync(page, i)
@@ -150,17 +149,17 @@ class RowTile:
         """Load the keys of this warp's first step."""
         at = self.first_key
         if at < self.end:
-            page, (k_at, v_at) = self.page(at), own_keys(self.spec.keys)
+            page, (k_at, v_at) = self.page(at), lane_keys(self.spec.keys)
             rows.load_k([self.row_of(keys.caches[0], page, at, i) for i in k_at])
             rows.load_v([self.row_of(keys.caches[1], page, at, i) for i in v_at])
 
     @cute.jit
     def attend(self, rows: WarpRows, keys: Stored, scores_out: cute.Tensor):
-        """Attention to this warp's keys, of which `load_first` has loaded the first."""
+        """Attention to this warp's keys, the first step of which `load_first` has loaded."""
         lane, end = cute.arch.lane_idx(), self.end
         c = lane % 4
         seen = [self.sequence.keys_end(self.sequence.position(self.token(row))) for row in self.own()]
-        k_at, v_at = own_keys(self.spec.keys)
+        k_at, v_at = lane_keys(self.spec.keys)
         at = self.first_key
         if at < end:
             step = self.spec.keys * self.warps
@@ -180,7 +179,7 @@ class RowTile:
                 page = self.page(after + step)
 
     def write_scores(self, scores: list[Float32], now: Int32, to: cute.Tensor) -> None:
-        """Write a step's scores, for which `to` has capacity; lanes without a row of their own have another's."""
+        """Write a step's scores, also past `end`; rows past the tile's last one repeat that row's."""
         c = cute.arch.lane_idx() % 4
         for r, row in enumerate(self.own()[: -(-self.spec.rows // 8)]):
             for i in range(len(scores) // 4):
@@ -199,7 +198,7 @@ class RowTile:
         first: Int32,
         split: Int32,
     ):
-        """Write a split of the rows' partial results, as `write_partial` does; `first`: where the rows begin there."""
+        """Write the split's partial sums by `write_partial`; first: the tile's first row in stats and acc."""
         if self.begin < self.end:
             write_partial(rows, sStats, sAcc, stats, acc, first, self.count, split)
         else:

@@ -1,10 +1,10 @@
-"""Scores of blocks by an index of tokens: a decode step's first launch, whose second one selects by them.
+"""Scores of blocks by an index of tokens: the first launch of a decode step, whose second launch selects by them.
 
-A warp takes a block at a time: neighbouring lanes have 16 bytes each of a key, and up to `AT_ONCE` of their loads are
-in flight. A query's products with these keys are summed over the lanes, each of which gets its share of the sums, and
-the block's score is the largest over the keys that its token sees, written as a number of 31 bits that orders as the
-score: a scale of keys in FP8 is left out. Keys that all lists share are read once. One thread block appends the call's
-index keys, which the others read from the call's tensor.
+A warp takes a block at a time: neighbouring lanes have 16 bytes each of a key, and each lane up to `AT_ONCE` loads in
+flight. Dot products with a query are reduce-scattered over the lanes of a key. A block's score is the largest over the
+keys that the token sees, written as 31 bits that order as the score; a scale of keys in FP8 is left out, since it
+does not change the order. Keys that all lists share are read once. The first CTA of a sequence and head appends the
+call's index keys to the cache; the others read them from the call's tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cutlass.memory import SmemAllocator
 
 from nsa_layer.kernels.decode.append import append, is_inside, write
 from nsa_layer.kernels.decode.attention import vector
-from nsa_layer.kernels.decode.cache_rows import LARGEST, Caches, Lengths, Sequence, Stored, new_row
+from nsa_layer.kernels.decode.cache_rows import UNLIMITED, Caches, Lengths, Sequence, Stored, new_row
 from nsa_layer.kernels.decode.partial_sums import fragment
 from nsa_layer.kernels.decode.spec import LAUNCH, VECTOR, WARP, WARPS, DecodeSpec
-from nsa_layer.kernels.decode.topk import candidates
+from nsa_layer.kernels.decode.topk import candidate_range
 from nsa_layer.kernels.fp8 import floats
 from nsa_layer.kernels.select_by_tile.register_topk import halve, reduce_tree
 from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
@@ -29,11 +29,11 @@ from nsa_layer.kernels.varlen import load_once
 
 AT_ONCE = 8  # loads of a lane in flight
 BLOCKS = 2  # of a warp
-MOST_ROWS = 64  # (token, list) pairs that share keys
+MOST_INDEX_ROWS = 64  # (token, list) pairs that share keys
 
 
 class IndexDecode:
-    """The kernel."""
+    """The kernel of block scores."""
 
     shapes = (
         *("Bq Tq Hkv D", "P S Hi D", "Bk Tk Hi D", "Hi *", "B n *", "B *", "Bs *", "B *"),
@@ -41,7 +41,7 @@ class IndexDecode:
     )
 
     def __init__(self, spec: DecodeSpec, lists: int, splits_blocks: bool) -> None:
-        """spec: with the index' dimension for D; lists: that share a key; splits_blocks: a block has several pages."""
+        """spec: D is the index' dimension; lists: that share an index key; splits_blocks: a block may span pages."""
         self.spec = spec
         self.lists = lists
         self.splits_blocks = splits_blocks
@@ -69,7 +69,7 @@ class IndexDecode:
         sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        held = LARGEST if const_expr(stored.pages is not None) else Int32(stored.caches[0].shape[0])
+        held = UNLIMITED if const_expr(stored.pages is not None) else Int32(stored.caches[0].shape[0])
         sequence = lengths.sequence(b, held)
         for i in cutlass.range(tidx, rows * spec.D, WARP * WARPS, unroll=1):
             row = i // spec.D
@@ -82,7 +82,7 @@ class IndexDecode:
             if valid:
                 append(spec, sequence, stored, head, WARP * WARPS)
         cute.arch.sync_threads()
-        begin, end = candidates(spec, sequence.position(sequence.T - 1))
+        begin, end = candidate_range(spec, sequence.position(sequence.T - 1))
         first = (x * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())) * BLOCKS
         for block in cutlass.range(cutlass.max(first, begin), cutlass.min(first + BLOCKS, end), unroll=1):
             self.score(sQ, stored, sequence, head, block, mScores[b, None, None, None])
@@ -91,7 +91,7 @@ class IndexDecode:
     def score(
         self, sQ: cute.Tensor, stored: Stored, sequence: Sequence, head: Int32, block: Int32, scores: cute.Tensor
     ):
-        """Write a block's score of each token and list, [Hkv, T, blocks]."""
+        """Write a block's scores, one for each token and list, to `scores` [Hkv, T, blocks]; by one warp."""
         spec, lists, rows = self.spec, self.lists, self.spec.T * self.lists
         lanes = spec.D // VECTOR
         keys = WARP // lanes  # of a load
@@ -136,7 +136,7 @@ class IndexDecode:
 
 
 def added_over_lanes(values: list[Float32], lane: Int32, lanes: int) -> list[Float32]:
-    """Sums over `lanes` neighbours, a power of two; each lane gets its share of them."""
+    """Sums over `lanes` neighbouring lanes, a power of two, reduce-scattered: each lane gets a part of them."""
     for mask in [lanes >> i for i in range(1, lanes.bit_length())]:
         values = halve(add, values, (lane & mask) != 0, mask)
     return values

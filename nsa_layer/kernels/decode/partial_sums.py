@@ -1,4 +1,4 @@
-"""Attention to some of a row's keys, not divided by its sum: parts of warps, thread blocks and clusters, added up."""
+"""Partial softmax sums of attention to some of a row's keys, and merging those of warps, CTAs and splits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nsa_layer.kernels.decode.spec import ROWS, WARPS
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 
 COLUMNS = 4  # of a row in one thread
-AT_ONCE = 4  # parts that a thread loads before it adds the first
+AT_ONCE = 4  # partial sums that a thread loads before it adds the first
 
 
 @dataclass(frozen=True)
 class Part:
-    """A few columns of a row's attention to some of its keys, not divided by the sum.
+    """A thread's columns of a row's unnormalised attention to some of its keys.
 
     Attributes:
-        top, total: fp32 [1]: maximum and sum, in units of log2.
-        sums: fp32 [COLUMNS].
+        top, total: fp32 [1]: maximum score in units of log2, and sum of exponentials.
+        sums: fp32 [COLUMNS]: values weighted by exponentials.
     """
 
     top: cute.Tensor
@@ -37,7 +37,7 @@ class Part:
         return part
 
     def add_all(self, parts: list[tuple[cute.Tensor, cute.Tensor]], there: list[Boolean] | None, lane: Int32) -> None:
-        """Add parts, loaded all at once: stats [2], and the columns of a row [D] that are this thread's; if `there`."""
+        """Merge partial sums, (stats [2], row [D]) each, where `there`; all are loaded before the first is added."""
         heads = [fragment(stats, Int32(0), 2) for stats, _ in parts]
         theirs = [fragment(sums, lane) for _, sums in parts]
         tops = [head[0] for head in heads]
@@ -68,7 +68,7 @@ class Part:
 
 
 def finite(top: Float32) -> Float32:
-    """A maximum to subtract, 0 where there is no key."""
+    """The maximum to subtract from scores; 0 if no key was seen."""
     return Float32(cutlass.select_(top == -Float32.inf, Float32(0.0), top))
 
 
@@ -81,7 +81,7 @@ def fragment(row: cute.Tensor, lane: Int32, columns: int = COLUMNS) -> cute.Tens
 
 @cute.jit
 def write_nothing(stats: cute.Tensor, first: Int32, count: Int32):
-    """Stats, [R, 2], of rows that see no key; their sums are not written."""
+    """Write the stats [R, 2] of `count` rows that see no key; their sums stay unwritten."""
     tidx, _, _ = cute.arch.thread_idx()
     if tidx < count:
         stats[first + tidx, 0], stats[first + tidx, 1] = -Float32.inf, Float32(0.0)
@@ -90,8 +90,8 @@ def write_nothing(stats: cute.Tensor, first: Int32, count: Int32):
 def shared_partial(smem: cutlass.utils.SmemAllocator, D: int, warps: int = WARPS) -> tuple[cute.Tensor, cute.Tensor]:
     """Shared memory of `write_partial`.
 
-    A few words between rows keep their banks apart, and with more than `WARPS` warps eight words behind each 32 columns
-    the banks of neighbouring lanes, too. Thread blocks of `WARPS` leave memory for another launch's thread blocks.
+    Rows are padded by four words against bank conflicts and, with more than `WARPS` warps, each 32 columns by eight.
+    CTAs of `WARPS` warps omit the latter: they leave shared memory to CTAs of another launch.
     """
     stats = smem.allocate_tensor(Float32, cute.make_layout((2, ROWS, warps)), byte_alignment=16)
     behind = 8 if warps > WARPS else 0

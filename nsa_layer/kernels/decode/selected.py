@@ -1,11 +1,11 @@
-"""The step's only launch, or its second one: window, selection, selected branch, and the gated sum of all branches.
+"""The step's only or second launch: window, selection, selected branch, and the gated sum of all branches.
 
-The thread blocks of a cluster share the keys of up to 16 query heads of one token and key/value head, and the
-selection of blocks. They begin with the compressed branch, unless that has a launch of its own, beside which they
-attend to the window; rows that the step appends are read from the call's tensors. In one launch the selection takes
-long and reads little, so the window's keys are on the way meanwhile. Then each thread block makes the token's list of
-the cluster's candidates. At last it adds up its share of the rows, of which each of the cluster's thread blocks has a
-part in shared memory, while one of them appends.
+A cluster has up to 16 query heads of one token and key/value head; its CTAs share the keys and the selection of blocks.
+In a single launch they begin with the compressed branch, and the window's keys are loaded during the selection, which
+takes long and reads little. Otherwise they attend to the window while the earlier launch runs. Rows that the step
+appends are read from the call's tensors. Then each CTA makes the token's list from the cluster's candidates, and
+attends to a share of the listed keys. In the end each CTA merges a share of the rows, whose partial sums lie in the
+shared memory of all CTAs of the cluster, while one CTA for each sequence and head appends to the caches.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from flash_attn.cute.utils import LOG2_E
 from nsa_layer.kernels.decode.append import append, complete_keys, write_valid
-from nsa_layer.kernels.decode.attention import TokenTile, no_rows, num_tiles, write_partial
+from nsa_layer.kernels.decode.attention import TokenTile, allocate_rows, num_tiles, write_partial
 from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, Sequence, new_row
-from nsa_layer.kernels.decode.compressed import LOG2_E, RowTile
+from nsa_layer.kernels.decode.compressed import RowTile
 from nsa_layer.kernels.decode.partial_sums import AT_ONCE, COLUMNS, Part, finite, fragment, shared_partial
 from nsa_layer.kernels.decode.spec import (
     LAUNCH,
@@ -35,7 +36,7 @@ from nsa_layer.kernels.decode.spec import (
     OutputTensors,
     StepTensors,
 )
-from nsa_layer.kernels.decode.topk import Selection, candidates, rank_of
+from nsa_layer.kernels.decode.topk import Selection, candidate_range, rank_of
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
 
@@ -44,12 +45,12 @@ CMP, SLC, SWA = range(3)
 
 
 class SelectedDecode:
-    """The kernel."""
+    """The kernel of the only or second launch."""
 
     shapes = (*StepTensors(), *OutputTensors())
 
     def __init__(self, spec: DecodeSpec, warps: int, each: int) -> None:
-        """warps: of a thread block; each: blocks in one thread, of those that select."""
+        """warps: of a CTA; each: blocks of a thread in a round of the selection."""
         self.spec = spec
         self.warps = warps
         self.each = each
@@ -107,7 +108,7 @@ class SelectedDecode:
         sequence = lengths.sequence(b, caches.rows)
         own = TokenTile.of(spec, self.warps, sequence, head, x, slc)
         selection = Selection.of(smem, own, self.each, whole)
-        rows = no_rows(spec, mQ.element_type, caches.tokens.caches[0].element_type, scale_log2)
+        rows = allocate_rows(spec, mQ.element_type, caches.tokens.caches[0].element_type, scale_log2)
         share = RowShare.of(own, whole)
         scores = mScores[b, head, None, None]
         groups = Int32(0)
@@ -168,7 +169,7 @@ class SelectedDecode:
         own.attend(rows, caches.tokens, sList, groups)
         write_partial(rows, *shared, merged.of_rows(SLC), merged.sums_of_rows(SLC), Int32(0), own.count, Int32(0))
         cute.arch.cluster_arrive()
-        if valid & (own.token == 0) & (own.first == 0) & (own.share == 0):  # read from what is given until here
+        if valid & (own.token == 0) & (own.first == 0) & (own.share == 0):  # the step itself reads the call's tensors
             append(spec, sequence, caches.tokens, head, WARP * self.warps)
             if const_expr(caches.window is not None):
                 append(spec, sequence, caches.window, head, WARP * self.warps)
@@ -179,12 +180,12 @@ class SelectedDecode:
             there = there & (first_row + own.token >= 0) & (first_row + own.token < lengths.total)
         if there:
             share.write(merged, mO, mLSEs, valid, first_row + own.token)
-        cute.arch.cluster_arrive_relaxed()  # nobody reads what is gone
+        cute.arch.cluster_arrive_relaxed()  # no CTA ends while others read its shared memory
         cute.arch.cluster_wait()
 
     @cute.jit
     def round_new(self, sequence: Sequence, caches: Caches, head: Int32):
-        """New rows as caches in FP8 will store them, to shared memory; all threads together."""
+        """Round new rows of caches in FP8 into `Stored.rounded`; called by all threads."""
         if const_expr(caches.tokens.rounds(0) or caches.tokens.rounds(1)):
             append(self.spec, sequence, caches.tokens, head, WARP * self.warps, False)
             if const_expr(caches.window is not None):
@@ -193,15 +194,15 @@ class SelectedDecode:
 
     @cute.jit
     def make_list(self, t: Int32, found: Int32, sBest: cute.Tensor, sList: cute.Tensor) -> Int32:
-        """Token t's blocks, in any order, in shared memory; returns their number."""
+        """Write token t's blocks to sList, in any order; returns their number. sBest: `found` candidates."""
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
-        begin, end = candidates(spec, t)
+        begin, end = candidate_range(spec, t)
         own, forced = t // spec.block_size, Int32(0)
         most = spec.init + spec.local
         if const_expr(most):
             forced = cutlass.min(own, min(most, spec.n) - 1) + 1
-            if tidx < forced:  # the own one, newer before older ones, then the first ones
+            if tidx < forced:  # local blocks from the token's own backwards, then the first ones
                 first, block = tidx == spec.local, Int32(0)
                 if const_expr(spec.init > 1):
                     first, block = tidx >= spec.local, cutlass.min(own, most - 1) - tidx
@@ -218,11 +219,11 @@ class SelectedDecode:
 
 @dataclass(frozen=True)
 class Merged:
-    """A thread block's sums of its rows' three branches, in shared memory.
+    """A CTA's partial sums of its rows in the three branches, in shared memory.
 
     Attributes:
-        stats, sums: fp32 [2, ROWS, 3] and [columns, ROWS, 3]: maxima and sums, in units of log2, and sums of values.
-        gates: fp32 [3, ROWS].
+        stats, sums: fp32 [2, ROWS, 3] and [columns, ROWS, 3], as in `partial_sums.Part`.
+        gates: fp32 [3, ROWS], times the scales of values in FP8.
     """
 
     stats: cute.Tensor
@@ -234,12 +235,12 @@ class Merged:
         return cute.make_tensor(self.stats[None, None, i].iterator, cute.make_layout((ROWS, 1, 2), stride=(2, 0, 1)))
 
     def sums_of_rows(self, i: int) -> cute.Tensor:
-        """[ROWS, 1, columns]"""
+        """A branch's sums as [ROWS, 1, columns]."""
         D = self.sums.shape[0]
         return cute.make_tensor(self.sums[None, None, i].iterator, cute.make_layout((ROWS, 1, D), stride=(D, 0, 1)))
 
-    def in_block(self, rank: Int32) -> Merged:
-        """The sums of another thread block of the cluster."""
+    def in_cta(self, rank: Int32) -> Merged:
+        """The partial sums of CTA `rank` of the cluster."""
         theirs = [
             cute.make_tensor(cute.arch.map_dsmem_ptr(x.iterator, rank), x.layout)
             for x in (self.stats, self.sums, self.gates)
@@ -249,14 +250,14 @@ class Merged:
 
 @dataclass(frozen=True)
 class RowShare:
-    """A thread block's share of its cluster's rows, every so many of them.
+    """The rows that a CTA merges: every `tile.shares`-th of its cluster's, from `tile.share` on.
 
-    Groups of threads have a row each; if there are fewer rows, `ways` groups share the partial results of a row.
+    Groups of threads have a row each; if there are fewer rows, `ways` groups share the partial sums of a row.
 
     Attributes:
-        whole: the cluster has the compressed branch's parts, too.
-        count: of its rows.
-        ways: groups of a row.
+        whole: the compressed branch ran in this launch, and its partial sums are in the cluster's shared memory.
+        count: number of the rows.
+        ways: groups of threads that share a row.
     """
 
     tile: TokenTile
@@ -271,7 +272,7 @@ class RowShare:
         return cls(tile, whole, count, cutlass.max(groups // cutlass.max(count, 1), 1))
 
     def group(self) -> tuple[Int32, Int32, int]:
-        """This thread's number in its group, its group, and the number of groups."""
+        """(index of this thread in its group, index of the group, number of groups)."""
         lanes = self.tile.spec.columns_of_sums // COLUMNS
         tidx, _, _ = cute.arch.thread_idx()
         return tidx % lanes, tidx // lanes, WARP * self.tile.warps // lanes
@@ -281,7 +282,7 @@ class RowShare:
 
     @cute.jit
     def merge_compressed(self, merged: Merged, stats: cute.Tensor, acc: cute.Tensor):
-        """Merge the compressed branch's partial results."""
+        """Merge the compressed branch's partial sums of an earlier launch into `merged`."""
         lane, group, groups = self.group()
         for slot in cutlass.range(group, self.count * self.ways, groups, unroll=1):
             row, part = self.tile.first_row + self.row(slot // self.ways), Part.nothing()
@@ -297,7 +298,7 @@ class RowShare:
     def set_gates(
         self, merged: Merged, mQ: cute.Tensor, mW: cute.Tensor | None, mGates: cute.Tensor | None, scales: tuple
     ):
-        """Gates of the rows, times the branches' scales of values, to shared memory; a group's threads together."""
+        """Write the rows' gates, times the branches' scales of values, to `merged`; by all threads of a group."""
         lane, group, groups = self.group()
         tile = self.tile
         for step in cutlass.range(cute.ceil_div(self.count, groups), unroll=1):
@@ -339,10 +340,10 @@ class RowShare:
             gates[n] = cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * total))
         return gates
 
-    def add_blocks(self, parts: list[Part], merged: Merged, row: Int32, begin: Int32, count: int, lane: Int32) -> None:
-        """Add a row's parts of so many thread blocks of the cluster, as far as they are there."""
+    def add_ctas(self, parts: list[Part], merged: Merged, row: Int32, begin: Int32, count: int, lane: Int32) -> None:
+        """Merge a row's partial sums of `count` CTAs of the cluster from `begin` on, as far as they exist."""
         ranks = [begin + i for i in range(count)]
-        theirs = [merged.in_block(cutlass.min(rank, self.tile.shares - 1)) for rank in ranks]
+        theirs = [merged.in_cta(cutlass.min(rank, self.tile.shares - 1)) for rank in ranks]
         there = [rank < self.tile.shares for rank in ranks]
         for n in range(3):
             if self.whole or n != CMP:
@@ -350,7 +351,7 @@ class RowShare:
 
     @cute.jit
     def write(self, merged: Merged, mO: cute.Tensor, mLSEs: tuple, valid: Boolean, at: Int32):
-        """Write the rows of o and of the log-sum-exps."""
+        """Merge the cluster's partial sums of the rows, and write o and the log-sum-exps."""
         lane, group, groups = self.group()
         tile = self.tile
         batch = tile.sequence.b * cutlass.min(mO.shape[0] - 1, 1)
@@ -360,10 +361,10 @@ class RowShare:
             o.fill(0.0)
             parts = [Part.nothing() for _ in range(3)]
             if tile.shares <= 2:
-                self.add_blocks(parts, merged, row, Int32(0), 2, lane)
+                self.add_ctas(parts, merged, row, Int32(0), 2, lane)
             else:
                 for begin in cutlass.range(0, tile.shares, AT_ONCE, unroll=1):
-                    self.add_blocks(parts, merged, row, begin, AT_ONCE, lane)
+                    self.add_ctas(parts, merged, row, begin, AT_ONCE, lane)
             if const_expr(not (self.whole or tile.spec.by_index)):
                 for way in cutlass.range(self.ways, unroll=1):
                     slot = i * self.ways + way
@@ -385,7 +386,7 @@ class RowShare:
 
 @cute.jit
 def write_list(to: cute.Tensor, sList: cute.Tensor, listed: Int32):
-    """The list in ascending order, padded with -1."""
+    """Write the list in ascending order, padded with -1."""
     tidx, _, _ = cute.arch.thread_idx()
     width = cute.size(sList)
     if tidx < width:

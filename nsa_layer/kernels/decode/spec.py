@@ -13,8 +13,8 @@ WARP, WARPS = 32, 4
 ROWS, KEYS = 16, 16  # of one product of a warp: (token, head) pairs, and keys
 VECTOR = 8  # elements of 16 bits in 16 bytes
 MOST_QUERIES = 8
-MOST_OF_CLUSTER = 8  # thread blocks
-RESIDENT = 2  # thread blocks of a multiprocessor
+MOST_OF_CLUSTER = 8  # CTAs
+RESIDENT = 2  # CTAs of a multiprocessor
 LAUNCH = dict(block=(WARP * WARPS, 1, 1), min_blocks_per_mp=RESIDENT, preferred_smem_carveout=75, use_pdl=True)
 
 
@@ -27,9 +27,9 @@ class DecodeSpec:
         appends: the queries' keys and values are not in the caches yet.
         n: blocks that a token lists.
         init, local: forced blocks at the sequence's begin, and up to a token's own.
-        by_index: blocks are selected by their scores of an index; there is no compressed branch.
-        columns: of the gates: numbers of the branches.
-        keys: of a warp's step, 16 or 32.
+        by_index: blocks are selected by scores of an index; there is no compressed branch.
+        columns: the branch that each column of the gates belongs to.
+        keys: keys of a warp's step, 16 or 32.
         D, Dv: multiples of 8, at most 128; D of an index is a power of two.
     """
 
@@ -57,7 +57,7 @@ class DecodeSpec:
 
     @property
     def columns_of_sums(self) -> int:
-        """Dv up to a number of columns that warps share evenly; nobody reads those behind Dv."""
+        """Columns of partial sums: Dv rounded up to what a warp covers evenly; those past Dv are not read."""
         return 64 if self.Dv <= 64 else 128
 
     @property
@@ -66,19 +66,19 @@ class DecodeSpec:
         return self.T * self.G
 
     @property
-    def chosen(self) -> int:
-        """Blocks that a token may list beside the forced ones; candidates where all blocks are listed."""
+    def most_wanted(self) -> int:
+        """The most entries of a list that are left for candidates, at least 1."""
         return max(1, self.n - self.init - self.local)
 
 
 class StepTensors(NamedTuple):
-    """Arguments of both kernels; `StepTensors()` are their shapes, see `launch`. Packed queries are one batch.
+    """Arguments of both kernels; the defaults are their shapes, see `launch`. Packed queries are a batch of one.
 
     Attributes:
-        k, v, k_win, v_win, k_cmp, v_cmp: new rows.
-        k_scale and so on: fp32, of caches in FP8.
-        scores: fp32, of the compressed branch; int32 [B, Hkv, T, blocks] of an index, see `index.in_order`.
-        stats, acc: fp32 partial results of its launch, one for each CTA that shares a row's compressed keys.
+        k, v, k_win, v_win, k_cmp, v_cmp: rows that the step appends.
+        k_scale and so on: fp32 scales of caches in FP8.
+        scores: fp32, of the compressed branch; of an index int32 [B, Hkv, T, blocks], see `index.in_order`.
+        stats, acc: fp32 partial sums of the compressed branch, one for each split of its keys.
         valid: int32, 1 where all of a sequence's slots are in the caches.
     """
 

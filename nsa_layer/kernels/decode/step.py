@@ -14,7 +14,7 @@ from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.call import COMPRESSED_CACHES, TOKEN_CACHES, Call
 from nsa_layer.config import BRANCHES
 from nsa_layer.kernels.decode.compressed import CompressedDecode
-from nsa_layer.kernels.decode.index import MOST_ROWS, IndexDecode
+from nsa_layer.kernels.decode.index import MOST_INDEX_ROWS, IndexDecode
 from nsa_layer.kernels.decode.selected import SelectedDecode
 from nsa_layer.kernels.decode.spec import (
     KEYS,
@@ -35,12 +35,12 @@ from nsa_layer.support import KERNEL_DTYPES, MOST_BLOCKS, WIDEST_IN_DECODE
 Tensor = torch.Tensor
 MOST_SPLITS = 48
 EACH = (1, 2, 4)  # blocks in one thread
-# Of the launch behind that of compressed keys, which scales the sums of their values.
+# After `CompressedDecode`, the last launch does not read these; v_cmp_scale it does: a factor of the branch's sums.
 WITHOUT_COMPRESSED = {
     name: None for name in StepTensors._fields if ("cmp" in name or "compress" in name) and name != "v_cmp_scale"
 }
-APART = 2  # times as many warps for compressed keys are worth a launch
-OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
+APART = 2  # with this many times as many warps, compressed keys are worth a launch of their own
+OVERHEAD = 3  # steps that take as long as a CTA's prologue and epilogue
 
 
 def supports(call: Call) -> bool:
@@ -64,7 +64,7 @@ def supports(call: Call) -> bool:
 
 
 def _has_compressed(call: Call) -> bool:
-    """True if blocks are selected by compressed keys that are in caches, as far as the kernels do."""
+    """True if the call computes all branches, with compressed keys and values in caches of the same slots."""
     k_cmp, v_cmp = call.cache.k_cmp_cache, call.cache.v_cmp_cache
     if call.config.branches != BRANCHES or k_cmp is None or v_cmp is None:
         return False
@@ -72,14 +72,14 @@ def _has_compressed(call: Call) -> bool:
 
 
 def _has_scores(call: Call) -> bool:
-    """True if blocks are selected by an index, without the compressed branch, as far as the kernels do."""
+    """True if the call has no compressed branch, and at most `MOST_INDEX_ROWS` queries for each index key."""
     sharing = call.cache.k_cache.shape[2] // call.cache.k_index_cache.shape[2]
-    return "compressed" not in call.config.branches and call.longest * sharing <= MOST_ROWS
+    return "compressed" not in call.config.branches and call.longest * sharing <= MOST_INDEX_ROWS
 
 
 @torch.no_grad()
 def decode_step(call: Call, *, lists: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The step, on caches that it changes in place: o and the branches' log-sum-exps.
+    """Compute a decode step, appending to the caches in place; returns o and the branches' log-sum-exps.
 
     Args:
         lists: int32 [B, most queries of a sequence, Hkv, width of lists], written: the blocks that each token lists.
@@ -151,7 +151,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _each(call: Call, warps: int) -> int:
-    """Blocks in one thread of these warps that select, in each of their rounds."""
+    """Blocks of a thread in a round of the selection, which `warps` warps share: enough for one round, up to 4."""
     blocks = call.config.num_blocks(call.cache.capacity)
     return next((each for each in EACH if blocks <= warps * WARP * each), EACH[-1])
 
@@ -168,14 +168,14 @@ def _kernel_spec(call: Call, T: int) -> DecodeSpec:
 
 
 def _keys_of_step(call: Call) -> int:
-    """As many, of one block, as give a warp enough bytes in flight, where thread blocks are not too few to share; of
-    more queries 16, for which registers suffice."""
+    """Keys of a warp's step: 16, or 32 in FP8, as many bytes in flight, if there are more row tiles than
+    multiprocessors; with several queries 16, since 32 take too many registers."""
     pairs = call.cache.in_fp8 and call.config.block_size % (2 * KEYS) == 0 and call.longest == 1
     return 2 * KEYS if pairs and _token_units(call) > _slots() // RESIDENT else KEYS
 
 
 def _token_units(call: Call) -> int:
-    """Tiles of 16 rows of one token's."""
+    """Row tiles of the selected branch: up to 16 query heads of one token and key/value head each."""
     Hkv = call.cache.k_cache.shape[2]
     return call.B * Hkv * call.longest * -(-call.q.shape[-2] // Hkv // ROWS)
 
@@ -187,7 +187,7 @@ def _splits(call: Call, T: int) -> tuple[int, int, int]:
     G, units, step = call.q.shape[-2] // Hkv, call.B * Hkv, _keys_of_step(call)
     keys = config.compressed_length(call.cache.capacity), config.block_counts * config.block_size
     length, listed = (-(-count // step) for count in keys)  # in a warp's steps
-    rows, units = units * -(-T * G // ROWS), _token_units(call)  # 16 of all, and of a token's
+    rows, units = units * -(-T * G // ROWS), _token_units(call)  # tiles of 16 rows: of all tokens, of one token
     if config.rule == "index":
         return 0, _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True), WARPS
     cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
@@ -197,12 +197,12 @@ def _splits(call: Call, T: int) -> tuple[int, int, int]:
     if G > ROWS or rows != units or cmp * WARPS > APART * slc * warps:
         return cmp, slc, warps
     few = _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True)
-    # The second launch's thread blocks begin beside the first one's if there are slots for all.
+    # The second launch's CTAs begin beside the first one's if there are slots for all.
     return (cmp, few, WARPS) if cmp * rows + few * units <= _slots() else (0, slc, warps)
 
 
 def _num_splits(call: Call, steps: int, units: int, warps: int, most: int, clusters: bool) -> int:
-    """Thread blocks of so many warps that share the steps of one of `units`."""
+    """CTAs, of `warps` warps each, that share the steps of each of `units` row tiles."""
     steps = -(-steps // warps)
     most = max(1, min(steps, most))
     slots = _slots() * WARPS // warps
@@ -211,10 +211,10 @@ def _num_splits(call: Call, steps: int, units: int, warps: int, most: int, clust
 
 @lru_cache(maxsize=1024)
 def _fastest(most: int, steps: int, units: int, slots: int, clusters: bool) -> int:
-    """Splits with which thread blocks, `slots` at once, take least time."""
+    """The number of splits with which all CTAs, `slots` of them at once, take least time."""
 
     def time(n: int) -> float:
-        # A cluster's thread blocks have neighbouring slots, so that some are left over.
+        # A cluster's CTAs need neighbouring slots, so some slots stay empty.
         at_once = slots * 3 // 4 if clusters and n > 2 else slots
         return -(-units * n // at_once) * (-(-steps // n) + OVERHEAD)
 
@@ -222,5 +222,5 @@ def _fastest(most: int, steps: int, units: int, slots: int, clusters: bool) -> i
 
 
 def _slots() -> int:
-    """Thread blocks of `WARPS` that the GPU runs at once."""
+    """CTAs of `WARPS` warps that the GPU runs at once."""
     return target_sm_count() * RESIDENT

@@ -1,9 +1,10 @@
-"""The best of a token's blocks, by the compressed branch's probabilities, gathered by the thread blocks of a cluster.
+"""Top-k over a token's blocks by the compressed branch's probabilities or an index, shared by the CTAs of a cluster.
 
-A block's importance needs the log-sum-exps of its group's heads, which the compressed branch left by splits. Of 32
-groups of a thread block's blocks, as many as are asked for have a best one at least as good as a bound: blocks below it
-are not among the best, and the few others are ranked. The cluster's best lie in shared memory, where each thread block
-ranks them once more. A candidate is one int64 that orders as (score, earlier block first), below 0 where there is none.
+A block's importance needs the log-sum-exps of its group's heads, which are merged from the compressed branch's splits.
+Each CTA has a share of the blocks, in 32 groups. The k-th largest of the groups' maxima bounds the k-th best block from
+below: only blocks that reach it are kept, and ranked by comparing all pairs. Each CTA's best lie in shared memory, from
+where every CTA of the cluster gathers and ranks them. A candidate is one int64 that orders as (score, earlier block
+first); it is negative where there is none.
 """
 
 from __future__ import annotations
@@ -21,26 +22,25 @@ from nsa_layer.kernels.decode.partial_sums import finite, fragment
 from nsa_layer.kernels.decode.spec import MOST_OF_CLUSTER, WARP, DecodeSpec
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
-from nsa_layer.kernels.select_by_token.candidates import NOTHING, candidate
+from nsa_layer.kernels.select_by_token.candidates import HIGHEST_SCORE, NOTHING, candidate
 
-NAN_BITS = 0x7FFFFFFF  # NaN is best
 SHARE = 8  # threads that share a head's splits
-GROUPS = 32  # of a thread block's blocks
-MOST_LOADED = 64  # scores that a thread loads before it knows what they count
+GROUPS = 32  # of a CTA's blocks
+MOST_LOADED = 64  # scores that a thread loads before their log-sum-exps are known
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A thread block's part of a token's selection, round after round of `each` blocks in a thread.
+    """A CTA's part of a token's selection, in rounds of `each` blocks a thread.
 
     Attributes:
-        whole: the cluster's thread blocks have the splits of the compressed branch, each one.
-        lse: fp32 [G] in shared memory: of the group's heads, in units of log2.
+        whole: the compressed branch ran in this launch: each CTA of the cluster has a split's partial sums.
+        lse: fp32 [G] in shared memory: the heads' log-sum-exps, in units of log2.
         tops: int32 [GROUPS] in shared memory: bits of the groups' best scores.
-        count: int32 [1] in shared memory: of `best`.
-        best: int64 in shared memory: what may be among the best, in any order.
-        top: int64 [spec.chosen] in shared memory: the best, which the cluster's other thread blocks read.
-        gathered: int64 [the cluster's thread blocks, at most, * spec.chosen] in shared memory: theirs and its own.
+        count: int32 [1] in shared memory: entries of `best`.
+        best: int64 in shared memory: candidates that reach the bound, in any order.
+        top: int64 [spec.most_wanted] in shared memory: the CTA's best, which other CTAs of the cluster read.
+        gathered: int64 [MOST_OF_CLUSTER * spec.most_wanted] in shared memory: `top` of all CTAs of the cluster.
     """
 
     tile: TokenTile
@@ -58,8 +58,8 @@ class Selection:
         def shared(dtype: type[cutlass.Numeric], count: int) -> cute.Tensor:
             return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
-        chosen = tile.spec.chosen
-        kept = [shared(Int64, n) for n in (each * WARP * tile.warps + chosen, chosen, MOST_OF_CLUSTER * chosen)]
+        wanted = tile.spec.most_wanted
+        kept = [shared(Int64, n) for n in (each * WARP * tile.warps + wanted, wanted, MOST_OF_CLUSTER * wanted)]
         return cls(tile, each, whole, shared(Float32, tile.spec.G), shared(Int32, GROUPS), shared(Int32, 1), *kept)
 
     @property
@@ -75,15 +75,15 @@ class Selection:
 
     @cute.jit
     def select_by_index(self, scores: cute.Tensor, valid: Boolean):
-        """`select` by scores of blocks, int32 [T, blocks]."""
+        """Find this CTA's best by an index' scores, int32 [T, blocks]; called by all its threads."""
         tile, spec = self.tile, self.tile.spec
         tidx, _, _ = cute.arch.thread_idx()
-        if tidx < spec.chosen:
+        if tidx < spec.most_wanted:
             self.top[tidx] = Int64(NOTHING)
         if tidx == 0:
             self.count[0] = Int32(0)
         cute.arch.sync_threads()
-        begin, end = candidates(spec, tile.t)
+        begin, end = candidate_range(spec, tile.t)
         end = cutlass.select_(valid & (tile.token < tile.sequence.T), end, Int32(0))
         rounds = cutlass.max(cute.ceil_div(end, tile.shares * tile.warps * WARP * self.each), 1)
         for step in cutlass.range(rounds, unroll=1):
@@ -97,10 +97,10 @@ class Selection:
 
     @cute.jit
     def select(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean, window: Stored, groups: Int32):
-        """Find this thread block's best; all threads together. Scores are loaded whether they count or not.
+        """Find this CTA's best by the compressed branch's scores; called by all its threads.
 
-        stats: fp32 [R, splits, 2] of the key/value head's rows, or [ROWS, 1, 2] in the cluster's shared memory.
-        If `whole`, the window's second groups are sent for to the L2; before log-sum-exps, they would delay these.
+        stats: fp32 [R, splits, 2] of the key/value head's rows, or [ROWS, 1, 2] in each CTA's shared memory.
+        If `whole`, the window's second groups are prefetched into L2, after the log-sum-exps, which they would delay.
         """
         tile, spec = self.tile, self.tile.spec
         tidx, _, _ = cute.arch.thread_idx()
@@ -110,7 +110,7 @@ class Selection:
         if const_expr(early):
             self.load(loaded, scores, first, Int32(0))
         self.log_sum_exps(stats, first)
-        if tidx < spec.chosen:
+        if tidx < spec.most_wanted:
             self.top[tidx] = Int64(NOTHING)
         if tidx == 0:
             self.count[0] = Int32(0)
@@ -118,7 +118,7 @@ class Selection:
         if const_expr(self.whole):
             tile.prefetch_window(window, groups)
 
-        begin, end = candidates(spec, tile.t)
+        begin, end = candidate_range(spec, tile.t)
         end = cutlass.select_(valid & (tile.token < tile.sequence.T), end, Int32(0))
         rounds = cutlass.max(cute.ceil_div(end, tile.shares * tile.warps * WARP * self.each), 1)
         for step in cutlass.range(rounds, unroll=1):
@@ -137,7 +137,7 @@ class Selection:
                     key = self.key(block, x)
                     seen = (key >= 0) & (key < tile.sequence.keys_end(tile.t))
                     total += cutlass.select_(seen, times(spec, x) * p, Float32(0.0))
-                score = cutlass.select_(total == total, bits_of(total), Int32(NAN_BITS))
+                score = cutlass.select_(total == total, bits_of(total), Int32(HIGHEST_SCORE))
                 bits[i] = cutlass.select_((block >= begin) & (block < end), score, Int32(-1))
             if const_expr(early):
                 if step + 1 < rounds:
@@ -159,12 +159,12 @@ class Selection:
         return block * (spec.block_size // spec.stride) + x - (spec.span // spec.stride - 1)
 
     def key_of(self, block: Int32, x: int, keys: Int32) -> Int32:
-        """The x-th key that overlaps a block, or another that is there."""
+        """The x-th key that overlaps a block, clamped to the keys there are."""
         return cutlass.max(cutlass.min(self.key(block, x), keys - 1), 0)
 
     @cute.jit
     def log_sum_exps(self, stats: cute.Tensor, first: Int32):
-        """Log-sum-exps of the group's heads, to shared memory."""
+        """Write the log-sum-exps of the group's heads to shared memory."""
         spec, (tidx, _, _) = self.tile.spec, cute.arch.thread_idx()
         for h in cutlass.range_constexpr(0, spec.G, WARP * self.tile.warps // SHARE):
             head = h + tidx // SHARE
@@ -174,7 +174,7 @@ class Selection:
 
     @cute.jit
     def log_sum_exp(self, stats: cute.Tensor, row: Int32) -> Float32:
-        """The log-sum-exp of a row's splits, in units of log2; by `SHARE` neighbouring threads."""
+        """The log-sum-exp of a row over its splits, in units of log2; by `SHARE` neighbouring threads."""
         count = self.tile.shares if self.whole else stats.shape[1]
         lane, top, total = cute.arch.lane_idx() % SHARE, -Float32.inf, Float32(0.0)
         for begin in cutlass.range(lane, count, 2 * SHARE, unroll=1):
@@ -199,43 +199,43 @@ class Selection:
 
     @cute.jit
     def keep(self, bits: cute.Tensor, first_block: Int32):
-        """Move to `best` those that may be among the best, of this round and of `top`; all threads together."""
-        chosen, (tidx, _, _) = self.tile.spec.chosen, cute.arch.thread_idx()
+        """Append to `best` this round's blocks that reach the bound, and `top` of earlier rounds; by all threads."""
+        wanted, (tidx, _, _) = self.tile.spec.most_wanted, cute.arch.thread_idx()
         own, size = bits[0], WARP * self.tile.warps // GROUPS
         for i in cutlass.range_constexpr(1, self.each):
             own = cutlass.max(own, bits[i])
         own = cute.arch.warp_reduction(own, cutlass.max, threads_in_group=size)
         if tidx % size == 0:
             self.tops[tidx // size] = own
-        before = self.top[cutlass.min(tidx, chosen - 1)]
+        before = self.top[cutlass.min(tidx, wanted - 1)]
         cute.arch.sync_threads()
         bound = Int32(0)
-        if const_expr(chosen <= GROUPS):
+        if const_expr(wanted <= GROUPS):
             own, better = self.tops[cute.arch.lane_idx()], Int32(0)
             for j in cutlass.range_constexpr(GROUPS):
                 other = self.tops[j]
                 first = (other == own) & (j < cute.arch.lane_idx())
                 better += cutlass.select_((other > own) | first, Int32(1), Int32(0))
-            bound = cute.arch.warp_redux_sync(cutlass.select_(better == chosen - 1, own, Int32(0)), "max")
-        if tidx < chosen:
+            bound = cute.arch.warp_redux_sync(cutlass.select_(better == wanted - 1, own, Int32(0)), "max")
+        if tidx < wanted:
             self.top[tidx] = Int64(NOTHING)
             if before >= 0:
-                self.best[self.next_place()] = before
+                self.best[self.next_slot()] = before
         for i in cutlass.range_constexpr(self.each):
             if bits[i] >= bound:
-                self.best[self.next_place()] = candidate(bits[i], first_block + i * WARP)
+                self.best[self.next_slot()] = candidate(bits[i], first_block + i * WARP)
         cute.arch.sync_threads()
 
-    def next_place(self) -> Int32:
+    def next_slot(self) -> Int32:
         return cute.arch.atomic_add(self.count.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="cta")
 
     @cute.jit
     def rank(self):
-        """The best of `best`, which is emptied, to `top`; all threads together."""
+        """Rank `best` into `top`, and empty it; by all threads."""
         count, (tidx, _, _) = self.count[0], cute.arch.thread_idx()
         for i in cutlass.range(tidx, count, WARP * self.tile.warps, unroll=1):
             rank = rank_of(self.best, i, count)
-            if rank < self.tile.spec.chosen:
+            if rank < self.tile.spec.most_wanted:
                 self.top[rank] = self.best[i]
         cute.arch.sync_threads()
         if tidx == 0:
@@ -243,17 +243,17 @@ class Selection:
 
     @cute.jit
     def gather(self) -> Int32:
-        """Candidates of the cluster, to `gathered`; returns their number. Their thread blocks have chosen."""
-        chosen, (tidx, _, _) = self.tile.spec.chosen, cute.arch.thread_idx()
-        count = self.tile.shares * chosen
+        """Copy `top` of all CTAs of the cluster, which are done with selection, to `gathered`; returns their number."""
+        wanted, (tidx, _, _) = self.tile.spec.most_wanted, cute.arch.thread_idx()
+        count = self.tile.shares * wanted
         for i in cutlass.range(tidx, count, WARP * self.tile.warps, unroll=1):
-            theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(self.top.iterator, i // chosen), self.top.layout)
-            self.gathered[i] = fragment(theirs, i % chosen, 1)[0]
+            theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(self.top.iterator, i // wanted), self.top.layout)
+            self.gathered[i] = fragment(theirs, i % wanted, 1)[0]
         return count
 
 
 def times(spec: DecodeSpec, x: int) -> float:
-    """Strides in which a block and the x-th key that overlaps it overlap."""
+    """Strides that a block shares with the x-th key that overlaps it: the weight of that key's probability."""
     in_key, in_block = spec.span // spec.stride, spec.block_size // spec.stride
     return float(min(in_block, x + 1) - max(0, x - in_key + 1))
 
@@ -267,8 +267,8 @@ def rank_of(entries: cute.Tensor, i: Int32, count: Int32) -> Int32:
     return rank
 
 
-def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
-    """The blocks of token t that it may select, beside the forced ones: the first, and one past the last."""
+def candidate_range(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
+    """Token t's candidate blocks, which exclude the forced ones: the first, and one past the last."""
     if const_expr(spec.local):
         return Int32(spec.init), cutlass.max(t // spec.block_size - (spec.local - 1), spec.init)
     if const_expr(spec.init and not spec.by_index):

@@ -28,8 +28,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.runtime.own_device import target_sm_count
+from flash_attn.cute.utils import LOG2_E
 from nsa_layer.kernels.gating.forward import (
-    LOG2_E,
     Layout,
     batched,
     clamped,
@@ -54,7 +54,7 @@ OfBranches = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class GateGradients:
-    """Results of `gated_sum_backward`; of branches in the order of the outputs, None where one is None.
+    """Results of `gated_sum_backward`; branches in the order of the outputs, None where an output is None.
 
     Attributes:
         dq: the gates' share of q's gradient, in q's dtype; None without gate_weight.
@@ -83,7 +83,7 @@ class GatedSumBackward:
 
     def __init__(self, rows: Layout, tile_m: int) -> None:
         self.rows, self.tile_m = rows, tile_m
-        # A tile's numbers in shared memory, by token, head, branch and stage: padded, or a warp's meet in one bank.
+        # Strides in shared memory by token, head, branch and stage, padded against bank conflicts.
         branch = (rows.tile + 1) * rows.heads + 7
         self.strides = (1, rows.tile + 1, branch, rows.gates * branch)
 
@@ -93,7 +93,7 @@ class GatedSumBackward:
         [ctas * tokens of a step, Hq, gates, D], gradients of gates, do of the branches, starts; CTAs of a group,
         stream.
 
-        Packed rows have no B, and of branches that are not there each three has None at its end.
+        Packed rows have no B, and of missing branches each three tensors have None at the end.
         """
         mdO, *threes, mG, mQ, mW, mdQ, mSums, mdGates, mdO_cmp, mdO_slc, mdO_swa, mCuSeqlens, ctas, stream = arguments
         outputs, lses, three_stats = ([t for t in threes[i : i + 3] if t is not None] for i in (0, 3, 6))
@@ -102,7 +102,7 @@ class GatedSumBackward:
         mdOs = None
         if const_expr(mdO_cmp is not None):
             mdOs = tuple(batched(t, 4) for t in (mdO_cmp, mdO_slc, mdO_swa) if t is not None)
-        # One layout for all of them leaves registers to others.
+        # One layout for all of them saves registers.
         rest = (None,) * (cute.rank(three_stats[0]) - 1)
         stats = [[t[(n, *rest)] for t in three_stats] for n in range(2)]
         dpsums, lse_log2s = (tuple(t.iterator for t in three) for three in stats)
@@ -134,7 +134,7 @@ class GatedSumBackward:
 
         read = (mdO, *branches, mQ) if const_expr(mW is not None) else (mdO, *branches)
         smem = cutlass.utils.SmemAllocator()
-        # Layout on their way: a thread's own share of some steps, which no other thread reads.
+        # Loads in flight: a thread's share of some steps, which no other thread reads.
         in_ring = cute.make_layout((rows.vector, rows.threads, len(read), rows.at_once))
         sRing = smem.allocate_tensor(dtype, in_ring, byte_alignment=128)
         in_tile = cute.make_layout((rows.tile, rows.heads, rows.gates, 2), stride=self.strides)
@@ -188,12 +188,12 @@ class GatedSumBackward:
                 cute.arch.cp_async_commit_group()
                 at = Int32(cutlass.select_(at == rows.at_once - 1, Int32(0), at + 1))
 
-                place = step * rows.tokens + slot
-                token = tile * rows.tile + place
+                offset = step * rows.tokens + slot
+                token = tile * rows.tile + offset
                 do, rO = zero_behind(mdO, numbers(loaded[0]), lane, rows), loaded[1 : 1 + count]
                 deltas = [row_sum(dot(do, numbers(r)), rows) for r in rO]
                 sent = deltas
-                g = [sG[place, head, i, stage] for i in range(3)] if const_expr(mG is not None) else None
+                g = [sG[offset, head, i, stage] for i in range(3)] if const_expr(mG is not None) else None
                 if const_expr(mW is not None):
                     # A select, not a product with 0: rows past the end may hold infinity.
                     d_logits = [
@@ -217,10 +217,10 @@ class GatedSumBackward:
                         if lane < rows.gates:
                             mdGates[b, token, h, lane] = pick(lane, deltas).to(mdGates.element_type)
                 if lane < rows.gates:
-                    sDelta[place, head, lane] = pick(lane, sent)
+                    sDelta[offset, head, lane] = pick(lane, sent)
             if const_expr(mCuSeqlens is not None):
-                for place in cutlass.range(tidx, rows.tile, rows.threads, unroll=1):
-                    sPosition[place] = padded_position(mCuSeqlens, tile * rows.tile + place, self.tile_m)
+                for offset in cutlass.range(tidx, rows.tile, rows.threads, unroll=1):
+                    sPosition[offset] = padded_position(mCuSeqlens, tile * rows.tile + offset, self.tile_m)
             cute.arch.sync_threads()
             # Threads side by side take tokens side by side: what is stored by heads is read and written in whole lines.
             pairs = [n * rows.threads + tidx for n in range(rows.tile * rows.heads // rows.threads)]
@@ -229,16 +229,16 @@ class GatedSumBackward:
             lse = [[x[b, hh, cutlass.min(t, T - 1)] for x in lses] for hh, t in zip(heads, tokens)]
             for n in cutlass.range_constexpr(len(pairs)):
                 if tokens[n] < T:
-                    place, in_group = pairs[n] % rows.tile, pairs[n] // rows.tile
-                    position = sPosition[place] if const_expr(mCuSeqlens is not None) else tokens[n]
+                    offset, in_group = pairs[n] % rows.tile, pairs[n] // rows.tile
+                    position = sPosition[offset] if const_expr(mCuSeqlens is not None) else tokens[n]
                     for i in cutlass.range_constexpr(count):
                         log2_g = math.log2(rows.equal_share) if const_expr(mdOs is None) else 0.0
                         if const_expr(mW is not None):
-                            log2_g = cute.math.log2(sG[place, in_group, i, stage], fastmath=True)
+                            log2_g = cute.math.log2(sG[offset, in_group, i, stage], fastmath=True)
                         empty = lse[n][i] == -Float32.inf
                         lowered = Float32(cutlass.select_(empty, Float32(0.0), lse[n][i] * LOG2_E - log2_g))
                         lse_log2s[i][b, heads[n], position] = lowered
-                        dpsums[i][b, heads[n], position] = sDelta[place, in_group, i]
+                        dpsums[i][b, heads[n], position] = sDelta[offset, in_group, i]
             cute.arch.sync_threads()
             stage = 1 - stage
 
@@ -250,9 +250,9 @@ class GatedSumBackward:
                     cute.autovec_copy(rSums[None, i], share)
 
     @cute.jit
-    def load_rows(self, read: tuple[cute.Tensor, ...], sRing: cute.Tensor, place: tuple, tidx: Int32, at: Int32 | int):
-        """Load a thread's share of a step, asynchronously; place: batch, token (at most the last one), head, lane."""
-        b, token, h, lane = place
+    def load_rows(self, read: tuple[cute.Tensor, ...], sRing: cute.Tensor, row: tuple, tidx: Int32, at: Int32 | int):
+        """Load a thread's share of a step, asynchronously; row: batch, token (clamped to the last one), head, lane."""
+        b, token, h, lane = row
         op = cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, read[0].element_type, num_bits_per_copy=128)
         token = cutlass.min(token, read[0].shape[1] - 1)
@@ -268,16 +268,16 @@ class GatedSumBackward:
         rows, wide = self.rows, self.rows.gates * self.rows.heads
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
         for n in cutlass.range_constexpr(rows.tile * wide // rows.threads):
-            place, in_token = (n * rows.threads + tidx) // wide, (n * rows.threads + tidx) % wide
+            offset, in_token = (n * rows.threads + tidx) // wide, (n * rows.threads + tidx) % wide
             head, i = in_token // rows.gates, in_token % rows.gates
-            token = cutlass.min(tile * rows.tile + place, mG.shape[1] - 1)
+            token = cutlass.min(tile * rows.tile + offset, mG.shape[1] - 1)
             source = cute.local_tile(mG[b, token, group * rows.heads + head, None], (1,), (i,))
-            cute.copy(atom, source, cute.local_tile(sG[place, head, None, stage], (1,), (i,)))
+            cute.copy(atom, source, cute.local_tile(sG[offset, head, None, stage], (1,), (i,)))
 
     @cute.jit
-    def fill_padding(self, dpsums: tuple, lse_log2s: tuple, mCuSeqlens: cute.Tensor | None, shape: tuple, place: tuple):
-        """Write the rows past the ends of sequences; place: group of heads, thread, and CTA of the group's."""
-        (B, T), (group, tidx, cta, ctas) = shape, place
+    def fill_padding(self, dpsums: tuple, lse_log2s: tuple, mCuSeqlens: cute.Tensor | None, shape: tuple, index: tuple):
+        """Write the rows past the ends of sequences; index: group of heads, thread, CTA in the group, its CTAs."""
+        (B, T), (group, tidx, cta, ctas) = shape, index
         heads = self.rows.heads
         sequences = B if const_expr(mCuSeqlens is None) else mCuSeqlens.shape[0] - 1
         for sequence in cutlass.range(cta, sequences, ctas, unroll=1):

@@ -14,10 +14,9 @@ import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from flash_attn.cute.utils import LOG2_E
 from nsa_layer.kernels.launch import DTYPES, launch
 from nsa_layer.kernels.varlen import load_once
-
-LOG2_E = 1.4426950408889634
 
 Tensor = torch.Tensor
 
@@ -46,7 +45,7 @@ class Layout:
 
     @property
     def lanes(self) -> int:
-        """A power of two, by which shuffles sum up a row, and one for each gate at least."""
+        """Threads of a row: a power of two, for shuffles, and at least one for each gate."""
         return max(4, 1 << (max(self.dims) // self.vector - 1).bit_length())
 
     @property
@@ -61,7 +60,7 @@ class Layout:
 
     @property
     def equal_share(self) -> float:
-        """A gate where all are the same."""
+        """Each gate, if all are the same."""
         return 1.0 / self.gates
 
 
@@ -106,7 +105,7 @@ class GatedSum:
         rW = load_weight(mW, h, lane, rows) if const_expr(mW is not None) else None
         for batch in cutlass.range(rows.steps // rows.at_once, unroll=1):
             tokens = [first + (batch * rows.at_once + s) * rows.tokens for s in range(rows.at_once)]
-            # Rows past the end read the last one: a branch would part the loads.
+            # Rows past the end read the last one: a branch would delay the loads.
             loads = [cutlass.min(token, T - 1) for token in tokens]
             rO = [[load_vector(o, b, t, h, lane, rows) for o in branches] for t in loads]
             rQ = [load_vector(mQ, b, t, h, lane, rows) for t in loads] if const_expr(mW is not None) else None
@@ -212,7 +211,7 @@ def weighted(g: list[Float32], branches: list[cute.Tensor]) -> list[Float32]:
 
 
 def pick(i: Int32, of_three: list[Float32]) -> Float32:
-    """The i-th of three numbers, of which the last ones are 0 unless they are there."""
+    """The i-th of up to three numbers; 0 past the last."""
     first, second, third = (*of_three, Float32(0.0), Float32(0.0))[:3]
     return Float32(cutlass.select_(i == 0, first, Float32(cutlass.select_(i == 1, second, third))))
 
@@ -254,12 +253,12 @@ def forward_rows(dims: tuple[int, ...], Hq: int, gates: int, *, weighed: bool) -
 
 
 def three(of_branches: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """A kernel's arguments of three branches; None behind the last one."""
+    """A kernel's arguments of three branches, padded with None."""
     return (*of_branches, None, None, None)[:3]
 
 
 def heads_of_cta(Hq: int, D: int) -> int:
-    """The largest power of two that divides Hq, up to 16, of rows above 128 up to 8: 4 KB side by side."""
+    """The largest power of two that divides Hq, up to 16, or 8 if D > 128: 4 KB side by side."""
     return min(16 if D <= 128 else 8, Hq & -Hq)
 
 

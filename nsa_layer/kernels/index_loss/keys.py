@@ -1,11 +1,12 @@
-"""Best tokens of free blocks, and the gradient of index keys: a CTA has a block, and goes through its tokens, in order.
+"""Best keys of blocks that are not forced, and the gradient of index keys: a CTA loops over the tokens of a block.
 
-A warp multiplies the queries of 32 tokens and the block's keys by mma.sync: the first of the largest scores is that of
-the token's best key. The sum over tokens is a product as well, in TF32: of gradients of scores, one number in a column
-of keys by tokens, and queries. Queries are TF32 numbers; gradients are rounded to 11 bits. Warps add up at the end.
+A warp multiplies the queries of 32 tokens and the block's keys by mma.sync; a token's best key is the first with the
+largest score. The sum over tokens is a product as well, in TF32: of a matrix [keys, tokens], whose only entry in each
+column is the gradient of the token's score, and queries. Queries are exact in TF32; gradients are rounded to 11 bits.
+Warps add up at the end.
 
-Operands go from memory to registers: a lane holds neighbouring numbers of a row, since the order of a product's terms,
-and of its columns, is free as long as all know it.
+Operands go from memory to registers: a lane holds neighbouring elements of a row, which permutes a product's terms,
+alike in both operands, and its columns.
 """
 
 import math
@@ -20,15 +21,15 @@ from nsa_layer.kernels.csr import WORK_TILE
 from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of, float_of
 
 WARP, LEAST_WARPS = 32, 4
-SIDE = 8  # rows of a quarter of a warp's tokens, and columns of a product
+SIDE = 8  # tokens of a quarter of a warp, and columns of a product
 QUARTERS = WARP // SIDE  # of a warp's tokens
-MOST_KEYS, MOST_DIMS = 64, 32  # of a warp's sums
-VECTOR = 8  # numbers of 16 bytes
+MOST_KEYS, MOST_DIMS = 64, 32  # of the tile of the gradient that a warp accumulates
+VECTOR = 8  # elements in 16 bytes
 CTAS, SHARED = 3, 228 * 1024  # of a multiprocessor
 
 
 class IndexKeyGradient:
-    """Lists and gradients of scores -> best tokens, and the gradient of k_index.
+    """Lists and gradients of scores -> positions of best keys, and the gradient of k_index.
 
     Args:
         n: blocks of a list.
@@ -38,7 +39,7 @@ class IndexKeyGradient:
     def __init__(self, D: int, n: int, block_size: int, init: int, local: int) -> None:
         self.D, self.n, self.block_size, self.init, self.local = D, n, block_size, init, local
         self.keys, self.dims = min(block_size, MOST_KEYS), min(D, MOST_DIMS)
-        self.slices = block_size // self.keys * (D // self.dims)  # of the sums, a warp each
+        self.slices = block_size // self.keys * (D // self.dims)  # tiles of the gradient, a warp each
         self.warps = max(LEAST_WARPS, self.slices)
         self.ctas = CTAS if self.D <= 32 else 1  # of a multiprocessor, at least
         self.vector = math.gcd(n, 4)  # entries of a list that are loaded at a time
@@ -50,8 +51,8 @@ class IndexKeyGradient:
     @cute.jit
     def __call__(self, *arguments):
         """q_index, k_index, lists, gradients of scores over d_sums[0] and index_scale; three tensors of `KeyPairs`;
-        starts of packed queries, keys and blocks, positions of first queries; d_sums; best tokens, written where blocks
-        are free; gradient of k_index; index_scale; stream. Packed tensors have a batch of one."""
+        starts of packed queries, keys and blocks, positions of first queries; d_sums; positions of best keys, written
+        where blocks are not forced; gradient of k_index; index_scale; stream. Packed tensors have a batch of one."""
         tensors, (scale, stream) = arguments[:-2], arguments[-2:]
         lists, ends, dk = tensors[2], tensors[6], tensors[13]
         blocks = (ends.shape[0] - 1) // (lists.shape[0] * lists.shape[2])
@@ -122,10 +123,10 @@ class IndexKeyGradient:
 
     @cute.jit
     def find(self, of_head: tuple, tokens: tuple, where: tuple, sK: cute.Tensor, found: tuple):
-        """Rows of a warp's tokens, their best keys in the block, and gradients of the scores, 0 where it is forced.
+        """Find rows of a warp's tokens, their best keys in the block, and gradients of the scores; 0 if it is forced.
 
-        tokens: positions, and how many. where: number of the block, rows of q before the sequence, position of the
-        first query.
+        tokens: positions, and their number. where: the block, rows of q before the sequence, position of the first
+        query.
         """
         (q, lists, dz, best), (positions, count), (block, before, offset) = of_head, tokens, where
         rows, keys, factors = (cute.domain_offset(cute.arch.thread_idx()[0] // WARP * WARP, x) for x in found)
@@ -215,7 +216,7 @@ class IndexKeyGradient:
 
     @cute.jit
     def add_up(self, q: cute.Tensor, found: tuple, acc: cute.Tensor):
-        """Add products of gradients of scores and queries, of the tokens of all warps that share them."""
+        """Accumulate gradients of scores times queries, over the tokens of all warps that share them."""
         rows, keys, factors = found
         number, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         g, x, each, steps = lane // 4, lane % 4, self.dims // SIDE, WARP // SIDE

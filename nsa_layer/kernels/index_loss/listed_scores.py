@@ -1,9 +1,9 @@
 """The largest index score of each listed block, forced ones too.
 
 A warp has up to 32 tokens of a tile of 128 rows, goes through the tile's union of lists, and multiplies by mma.sync
-what any of its tokens lists. Operands go from memory to registers: a lane holds neighbouring numbers of a row, a
-quarter of it, since the order of a product's terms is free as long as it is that of both operands. Loads of several
-products, and the next entry of the union, are under way before the first is multiplied.
+the blocks that any of its tokens lists. Operands go from memory to registers: a lane holds a quarter of a row, elements
+side by side, which permutes a product's terms alike in both operands. Loads of several products, and of the next entry
+of the union, are in flight before the first product.
 """
 
 import cutlass
@@ -56,12 +56,12 @@ class ListedScores:
         part, tile = job % self.warps, job // self.warps
         m, head, batch = tile % M, tile // M % H, tile // M // H
         if batch < B:
-            place, sequence, row, first_key, keys = m, batch, Int32(0), Int32(0), Int32(k.shape[1])
+            tile_in_sequence, sequence, row, first_key, keys = m, batch, Int32(0), Int32(0), Int32(k.shape[1])
             if const_expr(cu is not None):
                 sequence = sequence_at(cu_tiles, m)
-                place, row, first_key = m - cu_tiles[sequence], cu[sequence], cu_keys[sequence]
+                tile_in_sequence, row, first_key = m - cu_tiles[sequence], cu[sequence], cu_keys[sequence]
                 keys = cu_keys[sequence + 1] - first_key
-            position = place * UNION_ROWS // self.G + part * (self.halves * SIDE)
+            position = tile_in_sequence * UNION_ROWS // self.G + part * (self.halves * SIDE)
             row += position
             if const_expr(q_offset is not None):
                 position += q_offset[sequence]
@@ -72,8 +72,8 @@ class ListedScores:
 
     @cute.jit
     def visit(self, of_head: tuple, union: tuple, row: Int32, position: Int32, keys: Int32, part: Int32, scale):
-        """All entries of a union, for a warp's tokens; row and position: of the first of them; part: its number in the
-        tile."""
+        """Score all entries of a union for a warp's tokens; row, position: of the first of these; part: index of the
+        warp in the tile."""
         (q, k, of_blocks), (count, blocks, bits) = of_head, union
         halves, steps, each = self.halves, self.D // 16, self.D // 4
         products = UNION_BLOCK // self.shares // SIDE  # of an entry's block
@@ -119,7 +119,7 @@ class ListedScores:
                             cute.gemm(mma, acc, a[None, None, step], b[None, None, step], acc)
                         column = (share * products + i) * SIDE
                         for half in cutlass.range_constexpr(halves):
-                            # The token's place among the lane's columns of the entry.
+                            # The last column that the token sees, among the lane's of the entry.
                             own = position + half * SIDE + g - first - 2 * x
                             for c in cutlass.range_constexpr(2):
                                 score = acc[(c, half % 2), half // 2, 0]

@@ -1,4 +1,4 @@
-"""Rows of the index' loss, and the gradient of its queries: a few lanes of a warp have a token and list head.
+"""Rows of the index' loss, and the gradient of its queries: a few lanes of a warp share a row, a token and list head.
 
 Lane i of them has the row's blocks i, i + lanes, ....
 """
@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn.cute.lists.rows import sequence_at
+from flash_attn.cute.utils import LOG2_E
 from nsa_layer.kernels.varlen import round_to
 from nsa_layer.support import UNION_BLOCK
 
@@ -60,7 +61,7 @@ class LossRows:
 
     @cute.jit
     def entries(self, row: cute.Tensor, other: int | float):
-        """A lane's entries of a row, and another number past its end."""
+        """A lane's entries of a row; `other` past its end."""
         own = cute.make_rmem_tensor((self.each,), row.element_type)
         own.fill(other)
         for i in cutlass.range_constexpr(self.each):
@@ -80,7 +81,7 @@ class LossSums(LossRows):
     def __init__(self, n: int, G: int, block_size: int, init: int, local: int) -> None:
         super().__init__(n)
         self.G, self.block_size, self.init, self.local = G, block_size, init, local
-        self.parts = max(1, block_size // UNION_BLOCK)  # of a block, of which attention has sums
+        self.parts = max(1, block_size // UNION_BLOCK)  # of a block, each with a sum from attention
         self.vector = math.gcd(G, 4)  # heads whose sums are loaded at a time
         of_lists, starts = f"B T H {n}", ("starts", "sequences")
         sums = f"B T H {n * self.parts * G} @{4 * self.vector}"
@@ -138,7 +139,7 @@ class LossSums(LossRows):
         m, loaded = cute.make_rmem_tensor((self.each,), Float32), cute.make_rmem_tensor((self.vector,), Float32)
         m.fill(0.0)
         for first in cutlass.range(0, self.G, self.vector, unroll=2):
-            of_heads = [lse[head * self.G + first + g] * math.log2(math.e) for g in range(self.vector)]
+            of_heads = [lse[head * self.G + first + g] * LOG2_E for g in range(self.vector)]
             of_heads = [cutlass.select_(x == -Float32.inf, Float32.inf, x) for x in of_heads]
             for i in cutlass.range_constexpr(self.each):
                 if self.is_free(blocks[i], position):
@@ -154,7 +155,7 @@ class LossSums(LossRows):
 
 
 class QueryGradient(LossRows):
-    """Gradients of scores and best tokens -> the gradient of q_index."""
+    """Gradients of scores and positions of best keys -> the gradient of q_index."""
 
     def __init__(self, D: int, n: int) -> None:
         super().__init__(n)
@@ -164,8 +165,8 @@ class QueryGradient(LossRows):
 
     @cute.jit
     def row(self, tensors: tuple, row: tuple, scale: Float32):
-        """Gradients of scores over d_sums[0] and index_scale; best tokens, read where they are not 0; k_index; starts
-        of packed queries and keys; d_sums; the gradient."""
+        """Gradients of scores over d_sums[0] and index_scale; positions of best keys, read where these are not 0;
+        k_index; starts of packed queries and keys; d_sums; the gradient."""
         dz, best, k, cu, cu_keys, d_sums, dq = tensors
         batch, token, head = row
         first_key = Int32(0)

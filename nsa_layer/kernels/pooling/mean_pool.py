@@ -1,8 +1,8 @@
 """Mean pooling of blocks of k and v, and its backward, one memory-bound launch each.
 
-A thread block has a few consecutive blocks of one head. Its threads sum segments of m tokens, m a divisor of the
+A CTA has a few consecutive blocks of one head. Its threads sum segments of m tokens, m a divisor of the
 stride, 16 bytes of a row a thread; a mean is then a sum of consecutive segments in shared memory, so that blocks which
-overlap share their tokens' reads. Backward, all tokens of a stride get the same gradient: it is summed once for m of
+overlap share their tokens' reads. In backward, all tokens of a stride get the same gradient: it is summed once for m of
 them. Terms are scaled before they are summed (`mean_scale`), so that sums stay in the range of fp32 where means do.
 """
 
@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, const_expr
 from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.call import mean_scale
 from nsa_layer.kernels.cache_rows.locate import CacheSlots
-from nsa_layer.kernels.fp8 import FP8, floats, inverse, store
+from nsa_layer.kernels.fp8 import E4M3, floats, inverse, store
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.pooling.tiling import (
     IN_FLIGHT,
@@ -31,7 +31,7 @@ from nsa_layer.kernels.pooling.tiling import (
     plan_blocks,
     plan_segments,
 )
-from nsa_layer.kernels.varlen import divided, head_rows, place_of_cta, round_to, tiles_and_batch, vector
+from nsa_layer.kernels.varlen import cta_coordinates, divided, head_rows, round_to, tiles_and_batch, vector
 
 Tensor = torch.Tensor
 
@@ -61,7 +61,7 @@ class PoolKernel:
         mK: cute.Tensor,  # [B, T, H, D] or [total, H, D]; cached: [rows, S, H, D] or [pages, page, H, D]
         mV: Optional[cute.Tensor],
         mKMean: cute.Tensor,  # [B, Tc, H, D] or [total_blocks, H, D]; cached: like mK
-        mKMeanToo: Optional[cute.Tensor],  # the same in another dtype
+        mKMeanToo: Optional[cute.Tensor],  # like mKMean in another dtype
         mVMean: Optional[cute.Tensor],
         starts: Optional[cute.Tensor],  # of packed tokens; cached: int32 [B, n], their page table
         cmp_starts: Optional[cute.Tensor],  # of packed blocks, or the page table of means
@@ -91,7 +91,7 @@ class PoolKernel:
         self, tensors: tuple, starts_or_tables: tuple, slots: Optional[cute.Tensor], scales: tuple, tiles: Int32
     ):
         mK, mV, mKMean, mKMeanToo, mVMean = tensors
-        batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
+        batch, tile, head, is_value = cta_coordinates(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
         tables = (None, None)
         if const_expr(slots is not None):
@@ -139,8 +139,8 @@ class PoolKernel:
 
     @cute.jit
     def clear_behind(self, tensors: tuple, first: Int32, step: Int32, head: Int32, is_value: Int32):
-        """Write 0 to every `step`-th mean from `first` on: thread blocks without a whole tile of the last sequence
-        share those behind it."""
+        """Write 0 to every `step`-th mean from `first` on: CTAs past the whole tiles of the last sequence share the
+        means behind it."""
         _, mV, mKMean, mKMeanToo, mVMean = tensors
         tidx, _, _ = cute.arch.thread_idx()
         for row in cutlass.range(first, mKMean.shape[0], step, unroll=1):
@@ -154,7 +154,7 @@ class PoolKernel:
                     mVMean[row, head, i] = mVMean.element_type(0.0)
 
     def rows(self, x: tuple, first: Int32) -> cute.Tensor:
-        """[rows, D] of a sequence's head from the first on; of a cache with a page table up to the end of the page."""
+        """Rows [.., D] of a sequence's head from `first` on; with a page table, up to the end of the page."""
         x, table, batch, head = x
         if const_expr(table is not None):
             page = x.shape[1]
@@ -163,7 +163,7 @@ class PoolKernel:
 
     @cute.jit
     def sum_segments(self, x: tuple, token: Int32, count: Int32, sums: cute.Tensor, plan: cutlass.Constexpr[Segments]):
-        """x: rows of `D`, see `rows`; segment i of the tile goes to the i-th D elements of `sums`."""
+        """Sum the tile's segments, into sums [segments, D]; x: as for `rows`."""
         D = plan.D
         lanes = D // VECTOR
         groups = THREADS // lanes
@@ -200,7 +200,7 @@ class PoolKernel:
         plan: cutlass.Constexpr[Segments],
         scales: tuple,
     ):
-        """Write two elements a thread; mean and mean_too are like x of `sum_segments`."""
+        """Write means, two elements a thread; mean, mean_too: as x of `rows`."""
         pairs, unscaled = plan.D // 2, self.pooling.l / mean_scale(self.pooling.l)
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(-(-plan.blocks * pairs // THREADS)):
@@ -213,7 +213,7 @@ class PoolKernel:
                     part = cute.local_tile(sums, (2,), ((first + j) * pairs + pair,))
                     total.store(total.load() + part.load())
                 target = vector(self.rows(mean, row + block), 0, pair, 2)
-                if const_expr(mean[0].element_type == FP8):
+                if const_expr(mean[0].element_type == E4M3):
                     total.store(divided(total, unscaled))
                     by = Float32(1.0) if const_expr(scales[0] is None) else scales[0][mean[3]]
                     store([total[0] * by, total[1] * by], inverse(scales[1], mean[3]), target)
@@ -249,7 +249,7 @@ class UnpoolKernel:
     @cute.kernel
     def kernel(self, tensors: tuple, tiles: Int32):
         mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks = tensors
-        batch, tile, head, is_value = place_of_cta(tiles, mdK.shape[cute.rank(mdK) - 2])
+        batch, tile, head, is_value = cta_coordinates(tiles, mdK.shape[cute.rank(mdK) - 2])
         start, row = Int32(0), Int32(0)
         end, rows = Int32(mdK.shape[cute.rank(mdK) - 3]), Int32(mdKMean.shape[cute.rank(mdKMean) - 3])
         if const_expr(mCuBlocks is not None):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 THREADS = 128
 VECTOR = 8  # elements that a thread has of a row: 16 bytes of fp16 and bf16
 IN_FLIGHT = 16  # rows that a thread loads before it adds the first
-RUN = 8  # tokens in a row whose gradients a thread computes
-RESIDENT = 6  # thread blocks on a multiprocessor; with fewer registers a thread loads four rows and waits for them
-ROWS_A_TILE = 128  # of 128 elements: 32 KB a thread block
-SHARED_A_TILE = 16  # strides for each one that a tile reads again of the next
+RUN = 8  # consecutive tokens whose gradients a thread computes
+RESIDENT = 6  # CTAs of a multiprocessor; with more, registers suffice for four loads of a thread in flight
+ROWS_A_TILE = 128  # of 128 elements: 32 KB a CTA
+SHARED_A_TILE = 16  # strides of a tile for each stride that the next tile reads again
 SMEM_FLOATS = 24 * 1024
 
 
@@ -45,7 +45,7 @@ class Segments:
 
 
 def plan_blocks(pooling: Pooling, widest: int) -> int:
-    """Blocks a tile: enough rows to keep memory busy, and few read twice; 1 where sharing would not fit."""
+    """Blocks of a tile: enough rows to keep memory busy, few of them read twice; 1 if more would not fit."""
     shared = pooling.overlap - 1
     strides = max(SHARED_A_TILE * shared, ROWS_A_TILE * 128 // widest // pooling.d)
     return max(1, min(strides, SMEM_FLOATS // widest) - shared)

@@ -16,19 +16,17 @@ from nsa_layer.kernels.select_by_token.gemm import Products
 from nsa_layer.kernels.select_by_token.spec import NONNEGATIVE, QUAD, SCORES_READ, SCORES_WRITTEN, THREADS, WARP
 from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
 
-NEGATIVE_INFINITY = 0xFF800000 - (1 << 32)  # the bits of -inf
-
 
 @dataclass(frozen=True)
 class BlockMaxima:
-    """One warpgroup's part.
+    """A warpgroup of 64 tokens that multiplies: its operands, buffers and barriers.
 
     Attributes:
         sQ, sK: [64, D, groups] and [KEYS, D, stages].
         sScores: int32 [BLOCKS, tokens of a list warp, WARPS].
-        sNonnegative: int32 [WARPS], 1 where a list warp's tokens all have as many blocks as they list of scores from 0.
-        group: number of the warpgroup.
-        thread: of the warpgroup.
+        sNonnegative: int32 [WARPS], 1 once scores from 0 on fill the lists of all tokens of a list warp.
+        group: index of the warpgroup.
+        thread: index of the thread in it.
     """
 
     spec: cutlass.Constexpr[IndexTopKSpec]
@@ -43,7 +41,7 @@ class BlockMaxima:
 
     @cute.jit
     def run(self):
-        """Hand over the maxima of all the CTA's tiles."""
+        """Compute the maxima of all the CTA's tiles, and hand them over to the list warpgroup."""
         spec, scheduler, barriers = self.spec, self.scheduler, self.barriers
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -70,7 +68,7 @@ class BlockMaxima:
                             self.take_steps(2, odd, even, maxima, work_tile, first, done, True)
                     else:
                         self.take_steps(spec.unrolled, odd, even, maxima, work_tile, step, done, False)
-                    if step > spec.products_a_step:  # the lists are at this tile, for which they cleared it
+                    if step > spec.products_a_step:  # the list warpgroup is at this tile, and has reset it
                         nonnegative = self.sNonnegative[list_warp]
                 for step in cutlass.range(1 + whole, last, 2, unroll=1):
                     self.take_steps(2, odd, even, maxima, work_tile, step, done, True)
@@ -97,10 +95,10 @@ class BlockMaxima:
         done: Int32,
         of_any_sign: cutlass.Constexpr[bool],
     ):
-        """Take the maxima of `count` steps, of which `ready` has the first, and multiply as many further ones.
+        """Maxima of `count` steps, the first of whose products `ready` has, and products of as many steps after that.
 
-        Two products are in flight during maxima, but none where a loop begins again: the compiler would wait for each
-        at once. A step's maxima are handed over during the next one's.
+        Two products are in flight while maxima are taken, but none across iterations of a loop, where the compiler
+        would wait for each at once. A step's maxima are handed over while the next step's are computed.
         """
         self.start(other, done + step + 1)
         for i in cutlass.range_constexpr(count):
@@ -112,13 +110,13 @@ class BlockMaxima:
             self.finish(products, done + step + i + 1, int(more))
 
     def start(self, products: Products, step: Int32) -> None:
-        """Start the products of the CTA's step-th keys, once they are there."""
+        """Start the products of the CTA's step-th tile of keys, once it is loaded."""
         stage, phase = stage_and_phase(self.spec, step)
         cute.arch.mbarrier_wait(self.barriers.keys_full + stage, phase)
         products.start(self.group, stage)
 
     def finish(self, products: Products, step: Int32, in_flight: int) -> None:
-        """Wait for all products but the last `in_flight` ones, and release the step's keys."""
+        """Wait for all products but the last `in_flight` ones, and release the step's stage of keys."""
         products.finish(in_flight)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers.keys_empty + stage_and_phase(self.spec, step)[0])
@@ -132,9 +130,9 @@ class BlockMaxima:
         step: Int32,
         of_any_sign: cutlass.Constexpr[bool],
     ):
-        """Maxima of this thread's scores of each block and of its two tokens, at 2 * block + row.
+        """Maxima over this thread's scores of each block, for its two tokens, at 2 * block + row.
 
-        of_any_sign: False where negative ones enter no list: they need not be right, only negative.
+        of_any_sign: False if negative scores enter no list: negative maxima then need only be negative.
         """
         spec = self.spec
         scores = [[products.score(row, c) for c in range(KEYS // QUAD)] for row in range(2)]
@@ -154,7 +152,7 @@ class BlockMaxima:
     def largest_of_blocks(
         self, maxima: cute.Tensor, scores: list[list[cutlass.Float32]], of_any_sign: cutlass.Constexpr[bool]
     ):
-        """Maxima of scores [row][column], a block of which is `block_size / QUAD` neighbouring columns."""
+        """Maxima of scores [row][column]; a block is `block_size / QUAD` neighbouring columns."""
         spec, columns = self.spec, self.spec.block_size // QUAD
         bits = [
             [bits_of(x) for x in scores[row][block * columns : (block + 1) * columns]]
@@ -175,7 +173,7 @@ class BlockMaxima:
 
     @cute.jit
     def hand_over(self, maxima: cute.Tensor, step: Int32):
-        """Write the maxima of a quad's lanes, of which each gets its share, as 31 bits that order as the scores."""
+        """Reduce-scatter maxima over the lanes of a quad, and write them as 31 bits that order as the scores."""
         spec, lane = self.spec, self.thread % WARP
         x = lane % QUAD
         values = [maxima[i] for i in range(2 * spec.blocks_a_product)]
@@ -196,7 +194,7 @@ class BlockMaxima:
 
 
 def largest(values: list[Int32]) -> Int32:
-    """The largest of signed integers; a chain, of which the compiler compares three at once."""
+    """The largest of signed integers, as a chain, which the compiler turns into three-way comparisons."""
     top = values[0]
     for x in values[1:]:
         top = cutlass.max(top, x)

@@ -33,8 +33,8 @@ class IndexTopK:
 
     @cute.jit
     def __call__(self, *arguments):
-        """q_index, k_index, starts of queries, lists; starts of keys and positions of first queries, None where keys
-        are of the queries' tokens; scores, or None; keys of a sequence, multiprocessors, stream."""
+        """q_index, k_index, starts of queries, lists; starts of keys and positions of first queries, None if queries
+        and keys are the same tokens; scores, or None; keys of a sequence, multiprocessors, stream."""
         mQ, mK, mCu, mIndices, mCu_keys, mOffset, mScores, S, multiprocessors, stream = arguments
         spec, dtype = self.spec, mQ.element_type
         sQ_layout = operand_layout(dtype, ROWS, spec.D, spec.groups)
@@ -85,7 +85,7 @@ class IndexTopK:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        # Warpgroups: one that multiplies, one that keeps lists, one that loads, and a second one that multiplies.
+        # Warpgroups: 0 multiplies, 1 keeps lists, 2 loads, 3, if there, multiplies.
         number = warp // WARPS
         if number == 1:
             if const_expr(spec.registers is not None):
@@ -118,7 +118,7 @@ def select_by_index(
     max_seqlen_k: int | None = None,
     with_scores: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The blocks listed for each token and list.
+    """Select the blocks of each token and list by their largest token score.
 
     Args:
         q_index: [B, T, Hs, Di], or packed [total, Hs, Di]; fp16 or bf16, Di 16, 32, 64 or 128.

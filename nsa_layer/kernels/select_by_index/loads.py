@@ -25,7 +25,7 @@ class Barriers:
         return Barriers(memory, memory + stages, memory + 2 * stages, memory + 2 * stages + 1)
 
     def init(self, stages: int, warps: int) -> None:
-        """warps: that read."""
+        """warps: number of warps that read."""
         for stage in range(stages):
             cute.arch.mbarrier_init(self.keys_full + stage, 1)
             cute.arch.mbarrier_init(self.keys_empty + stage, warps)
@@ -35,7 +35,7 @@ class Barriers:
 
 @cute.jit
 def steps_of(work_tile: Tile) -> Int32:
-    """Steps of products of a tile: an even number, so that two are in flight without a branch."""
+    """Tiles of keys of a work tile: an even number, so that two products are in flight without a branch."""
     spec = work_tile.spec
     steps = Int32(0)
     if work_tile.steps() > 0:
@@ -44,14 +44,14 @@ def steps_of(work_tile: Tile) -> Int32:
 
 
 def stage_and_phase(spec: IndexTopKSpec, step: Int32) -> tuple[Int32, Int32]:
-    """The stage of a CTA's step-th keys, and the phase of the barriers when they are there."""
+    """The stage of a CTA's step-th tile of keys, and the phase of its full barrier."""
     step = Uint32(step)
     return Int32(step % spec.stages), Int32(step // spec.stages % 2)
 
 
 @dataclass(frozen=True)
 class Loads:
-    """tma_q, tma_k: of [64, D] of mQ [T, D, Hs, B] and [128, D] of mK [S, D, Hs or 1, B]; packed without B."""
+    """The load warp; TMA loads [64, D] of mQ [T, D, Hs, B] and [128, D] of mK [S, D, Hs or 1, B]; packed without B."""
 
     spec: cutlass.Constexpr[IndexTopKSpec]
     scheduler: Tiles
@@ -103,7 +103,7 @@ class Loads:
         stage: Int32,
         full: cute.Pointer,
     ) -> None:
-        """Rows past the tensor's end are 0."""
+        """Load rows from `first` on into a stage; rows past the tensor's end are 0."""
         batch = () if const_expr(self.spec.packed) else (work_tile.batch,)
         source = cute.domain_offset((first, 0), tma[1][(None, None, head, *batch)])
         source = cute.local_tile(source, (rows, self.spec.D), (0, 0))

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 from nsa_layer.kernels.select_by_token.spec import THREADS, WARP, WARPS, TokenTopKSpec
 
-KEYS = 128  # index keys of a step of products
-BLOCKS = 64  # whose maxima change hands together
+KEYS = 128  # index keys of a product
+BLOCKS = 64  # blocks whose maxima are handed over together
 ROWS = 64  # tokens of a warpgroup
 SHARED = 226 * 1024  # bytes of a CTA at most
-LISTS_OF_TWO = 32  # the longest lists of which two warpgroups' tokens fit in shared memory
+LISTS_OF_TWO = 32  # the longest lists with which two warpgroups' tokens fit in shared memory
 
 
 @dataclass(frozen=True)
 class IndexTopKSpec(TokenTopKSpec):
-    """Options of `TokenTopKSpec`, where a block is one key. D is the index' dimension.
+    """Options of `TokenTopKSpec` with one score, so one key, for each block. D is the index' dimension.
 
     Attributes:
         one_key: all lists read the same keys.
@@ -50,7 +50,7 @@ class IndexTopKSpec(TokenTopKSpec):
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
-        """Registers of a thread that multiplies, keeps lists, loads; None: those of the launch, the same for all."""
+        """Registers of a thread that multiplies, keeps lists, loads; None: the launch's for all."""
         return (168, 144, 24) if self.groups > 1 else None
 
     @property
@@ -75,7 +75,7 @@ class IndexTopKSpec(TokenTopKSpec):
 
     @property
     def stages(self) -> int:
-        """Of keys in shared memory."""
+        """Stages of keys in shared memory."""
         stage = 2 * self.D * KEYS
         lists = 8 * (self.capacity * WARP + self.n * self.tokens_a_warp) * WARPS + 4 * self.warp_words * WARPS
         return min(4, (SHARED - 2048 - 2 * self.D * self.tokens - lists) // stage)
@@ -86,5 +86,5 @@ class IndexTopKSpec(TokenTopKSpec):
 
     @property
     def products_a_step(self) -> int:
-        """Steps of products whose maxima change hands together."""
+        """Products whose maxima are handed over together."""
         return BLOCKS // self.blocks_a_product

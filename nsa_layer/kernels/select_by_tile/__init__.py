@@ -6,10 +6,10 @@
    streams the compressed keys past them, 128 at a time. Two passes over K: ascending for each row's softmax
    denominator (`online_softmax`), descending for the top-k; the last tile is reused. Probabilities are summed over the
    heads of a group; each of two warps keeps a tile's best blocks in registers (`register_topk`). With one head a group,
-   ranking by the score itself is the same, and one pass is enough.
+   the order of scores is that of probabilities, and one pass is enough.
 3. The `epilogue` merges the two warps' lists and the forced blocks by rank, and writes them ascending.
 
 `spec` says what the kernel is compiled for, `query_tiles` which blocks are candidates and forced for a tile, and
-`split_fp16_gemm` multiplies split rows. Source: section 3.3 of arXiv:2502.11089, per query tile instead of per query;
+`split_fp16.split_gemm` multiplies split rows. Source: section 3.3 of arXiv:2502.11089, by query tile, not by query;
 `nsa_layer.eager.select_blocks` defines the result in PyTorch.
 """

@@ -21,9 +21,9 @@ def num_wanted(tile: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> Int32:
 
 
 def forced_count(first: Int32, last: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> Int32:
-    """Forced blocks of a tile, whether listed or not; first, last: `local_range`."""
+    """Number of forced blocks of a tile, which may exceed its list; first, last: `local_range`."""
     count = last - first + 1 + first_blocks(first, spec)
-    if not spec.causal and spec.init > 1:  # there may be first blocks behind the tile
+    if not spec.causal and spec.init > 1:  # the first blocks may lie behind the tile
         count += cutlass.max(cutlass.min(cute.ceil_div(sizes[0], sizes[2]), spec.init) - last - 1, 0)
     return count
 
@@ -35,8 +35,8 @@ def first_blocks(first: Int32, spec: TopKSpec) -> Int32:
     return cutlass.select_(first > 0, Int32(spec.init), Int32(0))
 
 
-def forced_block(i: Int32, first: Int32, last: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> Int32:
-    """The i-th listed forced block: where they are too many, the first ones up to the tile's own are left out."""
+def forced_block_of_tile(i: Int32, first: Int32, last: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> Int32:
+    """The i-th forced block of a tile's list; the earliest are omitted if the list does not hold them."""
     if spec.crowded:
         i += cutlass.max(last - first + 1 + first_blocks(first, spec) - sizes[-1], 0)
     if spec.init == 0:
@@ -58,7 +58,7 @@ def write_block_list(
     sizes: tuple[Int32, ...],
     spec: cutlass.Constexpr[TopKSpec],
 ):
-    """Merge both warps' lists of a tile and the forced blocks, by one warp."""
+    """Merge both warps' lists of a tile and the forced blocks, and write the list and its length; by one warp."""
     _, _, _, q_tile, block_counts = sizes
     lane = cute.arch.lane_idx()
     size = cute.size(entries)
@@ -70,10 +70,10 @@ def write_block_list(
             ranks[u] += cutlass.select_(entries[x] > mine[u], Int32(1), Int32(0))
     taken = [(mine[u] > NO_BLOCK) & (ranks[u] < wanted) & (lane + 32 * u < size) for u in range(each)]
     blocks = [cutlass.select_(taken[u], unpack_block(mine[u]), Int32(LAST_BLOCK)) for u in range(each)]
-    chosen = Int32(0)
+    selected = Int32(0)
     cute.arch.sync_warp()
     for u in cutlass.range_constexpr(each):
-        chosen += cute.arch.popc(cute.arch.vote_ballot_sync(taken[u]))
+        selected += cute.arch.popc(cute.arch.vote_ballot_sync(taken[u]))
         if lane + 32 * u < size:
             entries[lane + 32 * u] = Int64(blocks[u])
     cute.arch.sync_warp()
@@ -92,9 +92,9 @@ def write_block_list(
                 at = cutlass.select_(blocks[u] > last, forced, Int32(spec.init))
             mList[at + count_below(entries, blocks[u])] = blocks[u]
     for f in cutlass.range(lane, forced, 32, unroll=1):
-        block = forced_block(f, first, last, sizes, spec)
+        block = forced_block_of_tile(f, first, last, sizes, spec)
         mList[f + count_below(entries, block)] = block
-    count = forced + chosen
+    count = forced + selected
     for x in cutlass.range(count + lane, mList.shape[0], 32, unroll=1):
         mList[x] = Int32(-1)
     if lane == 0:

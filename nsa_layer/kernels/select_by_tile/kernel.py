@@ -11,13 +11,14 @@ import torch
 from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from flash_attn.cute.utils import LOG2_E
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.select_by_tile import register_topk
 from nsa_layer.kernels.select_by_tile.epilogue import num_wanted, write_block_list
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2, finish_row_sums, row_shift, update_row_sums
 from nsa_layer.kernels.select_by_tile.pooled_queries import pooled_queries
-from nsa_layer.kernels.select_by_tile.query_tiles import candidates_end, eligible, local_range, tile_to_batch
+from nsa_layer.kernels.select_by_tile.query_tiles import blocks_end, eligible, local_range, tile_to_batch
 from nsa_layer.kernels.select_by_tile.register_topk import RegisterTopK
 from nsa_layer.kernels.select_by_tile.spec import ROWS, TopKSpec
 from nsa_layer.kernels.select_by_tile.split_fp16 import (
@@ -36,7 +37,6 @@ from nsa_layer.kernels.select_by_tile.split_fp16 import (
 
 Tensor = torch.Tensor
 
-LOG2_E = 1.4426950408889634
 STAGES = 2
 COLUMNS = tuple(register_topk.column(i) for i in range(register_topk.COLUMNS))  # of a thread, from its first
 KEYS_IN_L2 = 32 << 20  # bytes
@@ -65,7 +65,7 @@ class BlockTopK:
 
     @cute.kernel
     def kernel(self, tensors: tuple, numbers: tuple):
-        """numbers: groups of tiles, one a CTA, over all sequences, T, and so on."""
+        """numbers: groups of tiles, one a CTA, of all sequences; T, and the others as unpacked below."""
         mQ, mQ_scale, mK, mK_scale, mCu, mCu_blocks, mIndices, mCounts = tensors
         groups, T, block_size, q_tile, block_counts, keys_a_block, softmax_scale, heads_first = numbers
         spec = self.spec
@@ -82,7 +82,7 @@ class BlockTopK:
         number = groups - 1 - number
         if const_expr(spec.packed):
             sequence, group, tiles_before = tile_to_batch(mCu, q_tile, spec.tiles, number)
-            there = sequence >= 0  # there are fewer groups
+            there = sequence >= 0  # else past the last sequence's groups
             if not there:
                 self.empty_lists(mIndices, mCounts, head, tiles_before + group, groups - number + group)
             sequence = cutlass.max(sequence, 0)
@@ -98,7 +98,7 @@ class BlockTopK:
         sizes = (T, M, block_size, q_tile, block_counts)
         first_tile = group * spec.tiles
         last_tile = cutlass.min(first_tile + spec.tiles, M) - 1
-        end = candidates_end(last_tile * q_tile, T, block_size, spec.causal)
+        end = blocks_end(last_tile * q_tile, T, block_size, spec.causal)
 
         smem = cutlass.utils.SmemAllocator()
         layout_A, layout_B = rows_layout(spec.D, 1), rows_layout(spec.D // spec.parts, STAGES)
@@ -117,7 +117,7 @@ class BlockTopK:
             tile, g = spec.tile_and_head(i // 2, i % 2, warp_m, lane // 4)
             tiles.append(first_tile + tile)
             counted.append(g < spec.G)
-            rows_end = candidates_end(tiles[i] * q_tile, T, block_size, spec.causal)
+            rows_end = blocks_end(tiles[i] * q_tile, T, block_size, spec.causal)
             ends.append(cutlass.select_(tiles[i] < M, rows_end, Int32(0)))
             asked = tiles_before + cutlass.min(tiles[i], M - 1)
             factor = mQ_scale[asked, head * spec.G + cutlass.min(g, spec.G - 1)]
@@ -128,11 +128,11 @@ class BlockTopK:
             best.append(register_topk.empty_topk(spec.share, wanted))
 
         steps = cute.ceil_div(end, TILE)
-        whole = candidates_end(first_tile * q_tile, T, block_size, spec.causal) // TILE  # steps of candidates alone
+        whole = blocks_end(first_tile * q_tile, T, block_size, spec.causal) // TILE  # steps of candidates alone
         middle = steps - 1 if const_expr(spec.softmax) else Int32(0)
         rounds = steps + middle if const_expr(spec.softmax) else steps
         load = (mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end)
-        # Of each row: the highest score in the key's scale, a sum of exponentials, and in the end that sum's inverse.
+        # Of each row: the highest score, in the keys' scale alone, and the sum of exponentials, in the end its inverse.
         highest, sums = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         highest.fill(-Float32.inf)
         sums.fill(0.0)
@@ -179,9 +179,9 @@ class BlockTopK:
                 write_block_list(sLists[None, t], *lists, first_tile + t, row, wanted, sizes, spec)
 
     def is_late(self, warp_n: Int32, i: Int32, middle: Int32) -> Boolean:
-        """True for one of two warps on a scheduler: it reads its scores while the other multiplies for the next round.
+        """True for one of two warps of a scheduler: it reads its scores while the other multiplies for the next round.
 
-        Not in the middle round, where all sums meet.
+        Not in the middle round, in which all warps exchange their sums.
         """
         if const_expr(self.spec.softmax):
             return (warp_n == 1) & (i != middle)
@@ -189,8 +189,8 @@ class BlockTopK:
 
     @cute.jit
     def next_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, middle: Int32):
-        """Wait for all warps' products and for the keys of the next round, or its next part; load those after them into
-        the free stage."""
+        """Wait for all warps' products and for the keys of the next round, or its next part; start to load those
+        after them into the free stage."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         self.load_round(load, i + STAGES, rounds, steps, middle)
@@ -203,7 +203,7 @@ class BlockTopK:
         cute.arch.cp_async_commit_group()
 
     def step_of(self, i: Int32, steps: Int32, middle: Int32) -> Int32:
-        """The tile of keys of round i: ascending up to the middle one, then descending; only so in a single pass."""
+        """The tile of keys of round i: ascending up to the middle one, then descending; a single pass descends."""
         if const_expr(self.spec.softmax):
             return cutlass.select_(i <= middle, i, 2 * middle - i)
         return steps - 1 - i
@@ -280,7 +280,7 @@ class BlockTopK:
 
     @cute.jit
     def empty_lists(self, mIndices: cute.Tensor, mCounts: cute.Tensor, head: Int32, first: Int32, step: Int32):
-        """Every `step`-th list from `first` on, behind those of the last sequence, is empty."""
+        """Write every `step`-th list from `first` on, past those of the last sequence, as empty."""
         tidx, _, _ = cute.arch.thread_idx()
         for row in cutlass.range(first, mIndices.shape[2], step, unroll=1):
             for i in cutlass.range(tidx, mIndices.shape[3], THREADS, unroll=1):
@@ -312,7 +312,7 @@ def block_topk(
     cu_seqlens: Tensor | None = None,
     cu_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks listed for each query tile, as `eager.select_blocks` defines them.
+    """Select the blocks of each query tile, as `eager.select_blocks` defines them.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
@@ -328,7 +328,7 @@ def block_topk(
     forced = (config.init_blocks, config.local_blocks, config.forces_too_many)
     T = q.shape[-3]
     spec = TopKSpec(row_length(q.shape[-1]), Hq // Hkv, share, causal, *forced, packed)
-    if packed:  # as many groups as there may be, and one without tiles, which empties lists
+    if packed:  # an upper bound of groups, and one more, so that some CTA empties the lists behind
         B, sequences = 1, len(cu_seqlens) - 1
         M = config.num_tiles(T, sequences)
         groups = (M + sequences * (spec.tiles - 1)) // spec.tiles + 1

@@ -1,7 +1,7 @@
 """Online softmax denominators: the running maximum and sum of exponentials of the four rows that a thread has.
 
-A row is spread over four neighbouring threads of each of two warps; they reduce their own columns, and one another's
-once, at the end. Scores keep the scale of their keys; a row's positive factor makes them exponents of base 2.
+A row is spread over four neighbouring threads of each of two warps. Each thread reduces its own columns; threads and
+warps are reduced once, at the end. Scores have their keys' scales; a row's positive factor makes them exponents of 2.
 """
 
 import cutlass
@@ -57,7 +57,7 @@ def finish_row_sums(
     first_row: Int32,
     part: Int32,
 ):
-    """Reduce `sums` over all columns and invert them; 0 for a row that does not count."""
+    """Reduce `highest` and `sums` over all columns, and invert `sums`; 0 for rows that are not `counted`."""
     for r in cutlass.range_constexpr(cute.size(sums)):
         top = cute.arch.warp_reduction_max(highest[r], threads_in_group=4)
         share = sums[r] * exp2(cute.math.fma(highest[r], factors[r], row_shift(top, factors[r])))

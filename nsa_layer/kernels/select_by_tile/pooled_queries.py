@@ -19,9 +19,9 @@ from nsa_layer.kernels.select_by_tile.query_tiles import tile_to_batch
 Tensor = torch.Tensor
 
 THREADS = 256
-ROW = 64  # threads side by side
-SHARES = THREADS // ROW  # of a tile's tokens
-AT_ONCE = 8
+ROW = 64  # threads that cover 512 elements of a token
+SHARES = THREADS // ROW  # rows of threads that share a tile's tokens
+AT_ONCE = 8  # loads of a thread in flight
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class PooledQueries:
     """One launch of `pooled_queries`.
 
     Args:
-        D: numbers of a row of split fp16.
-        of_row: and of a query or key.
+        D: elements of a row of split fp16, padded.
+        of_row: elements of a row of a query or key.
         own: pool a tile's own queries, not those up to its first.
     """
 
@@ -56,8 +56,8 @@ class PooledQueries:
 
     @cute.jit
     def __call__(self, *arguments):
-        """q [B, T, Hq, D], fp32 keys [B, Tc, Hkv, D], starts of packed queries; fp16 rows and fp32 scales of tiles and
-        of keys; tokens of a tile, stream."""
+        """q [B, T, Hq, D], fp32 keys [B, Tc, Hkv, D], starts of packed queries; split rows and their scales, of tiles
+        and of keys; tokens of a tile, stream."""
         mQ, mK, mCu, mQ_rows, mQ_scale, mK_rows, mK_scale, q_tile, stream = arguments
         if const_expr(mCu is not None):
             mQ, mK = [cute.make_tensor(t.iterator, cute.prepend(t.layout, cute.make_layout(1))) for t in (mQ, mK)]
@@ -117,7 +117,7 @@ class PooledQueries:
         total = cute.make_rmem_tensor((split_fp16.VECTOR,), Float32)
         total.fill(0.0)
         for token in cutlass.range(first + share, end, SHARES * AT_ONCE, unroll=1):
-            # Past the end the last token is read again and not counted: a branch would part the loads.
+            # Past the end the last token is read again and not counted: a branch would delay the loads.
             tokens = [token + i * SHARES for i in range(AT_ONCE)]
             loaded = [self.load(mQ, b, base + cutlass.min(t, end - 1), row_head, lane) for t in tokens]
             for i in cutlass.range_constexpr(AT_ONCE):
@@ -145,7 +145,7 @@ class PooledQueries:
         return loaded
 
     def in_row(self, lane: Int32) -> bool | Boolean:
-        """True if a thread has a part of a query or key; others have zeros."""
+        """True if a thread has elements of a query or key; other threads have padding."""
         return True if self.vectors == self.lanes else lane < self.vectors
 
     def clamped(self, lane: Int32) -> Int32:

@@ -9,10 +9,10 @@ from nsa_layer.kernels.select_by_tile.spec import TopKSpec
 
 @cute.jit
 def tile_to_batch(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr[int], number: Int32):
-    """The sequence of each group of `group` tiles of `size` tokens, in order; a sequence's last group may be short.
+    """Find a group of tiles in packed input: groups of `group` tiles of `size` tokens; a sequence's last may be short.
 
-    For all threads of a warp together. Returns the sequence that group `number` belongs to, -1 where there is no such
-    group, the group's number in it, and how many tiles the sequences before it have.
+    Called by all threads of a warp. Returns the sequence that group `number` belongs to, or -1 if there is no such
+    group, the group's index in the sequence, and the number of tiles of earlier sequences.
     """
     lane = cute.arch.lane_idx()
     S = cu_seqlens.shape[0] - 1
@@ -43,13 +43,13 @@ def tile_to_batch(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr
     return sequence, number - groups_before, tiles_before
 
 
-def candidates_end(t0: Int32, T: Int32, block_size: Int32, causal: bool) -> Int32:
-    """One past the last complete block: at the tile's first token t0 if causal, else of the sequence."""
+def blocks_end(t0: Int32, T: Int32, block_size: Int32, causal: bool) -> Int32:
+    """One past the last complete block, if causal at the tile's first token t0."""
     return (t0 + 1) // block_size if causal else T // block_size
 
 
 def local_range(t0: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> tuple[Int32, Int32]:
-    """First and last of the forced blocks up to a tile's own; where none is forced, of its own that fit its list."""
+    """(first, last) of a tile's forced local blocks; if causal and no block is forced, of its own incomplete blocks."""
     T, _, block_size, q_tile, block_counts = sizes
     first = cutlass.max(t0 // block_size - (spec.local - 1), 0)
     last = cutlass.min(t0 + q_tile - 1, T - 1) // block_size
@@ -57,7 +57,7 @@ def local_range(t0: Int32, sizes: tuple[Int32, ...], spec: TopKSpec) -> tuple[In
         return first, last
     if spec.init or not spec.causal:
         return last + 1, last
-    first = candidates_end(t0, T, block_size, True)
+    first = blocks_end(t0, T, block_size, True)
     return first, cutlass.min(last, cutlass.max(first, block_counts) - 1)
 
 
@@ -66,6 +66,6 @@ def eligible(block: Int32, end: Int32, local: tuple[Int32, Int32], spec: TopKSpe
     if const_expr(not spec.init and not spec.local):
         return block < end
     first, last = local
-    if const_expr(spec.causal):  # no candidate lies behind the tile
+    if const_expr(spec.causal):  # candidates lie before the tile
         return (block > spec.init - 1) & (block < cutlass.min(end, first))
     return (block > spec.init - 1) & (block < end) & ((block < first) | (block > last))

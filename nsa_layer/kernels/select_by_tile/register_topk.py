@@ -18,9 +18,9 @@ QUAD = 4
 COLUMNS = 16  # of a tile of scores, in one thread
 WORST_SCORE = -(1 << 31)
 LAST_BLOCK = (1 << 31) - 1
-EMPTY = -(1 << 63)  # and a slot's number
+EMPTY = -(1 << 63)  # plus the slot's index: an empty slot
 CLOSED = (1 << 63) - 1  # a slot beyond the list's capacity: nothing is better
-NO_BLOCK = EMPTY + LAST_BLOCK  # what is above it stands for a block
+NO_BLOCK = EMPTY + LAST_BLOCK  # entries above it are blocks
 
 
 def column(i: Int32) -> Int32:
@@ -58,7 +58,7 @@ def reduce_quad(combine: Callable[[Int64, Int64], Int64], x: Int64) -> Int64:
 
 @dataclass(frozen=True)
 class RegisterTopK:
-    """The list of one tile: `entries` of this thread of the quad, and the `least` of the quad's."""
+    """The list of one tile: this thread's `entries`, and the `least` entry of its quad."""
 
     entries: cute.Tensor
     least: cute.Tensor
@@ -82,7 +82,7 @@ def reduce_tree(combine: Callable, values: list) -> Int32 | Int64:
 
 
 def halve(combine: Callable, values: list, upper: Boolean, mask: int) -> list:
-    """Combine two lanes' values: the lower lane gets even ones, the upper one odd ones, both a single last one."""
+    """Reduce-scatter over two lanes: the lower one gets even values, the upper one odd values, both a left over one."""
     rest = values[len(values) // 2 * 2 :]
     pairs = list(zip(values[::2], values[1::2]))
     kept = [cutlass.select_(upper, b, a) for a, b in pairs] + rest
@@ -107,7 +107,7 @@ def index_of(values: list[Int32], value: Int32) -> Int32:
 
 @cute.jit
 def insert(best: RegisterTopK, keys: cute.Tensor, first: Int32):
-    """Insert a quad's scores into its list, best first; called by all threads of a warp together.
+    """Insert a quad's scores into its list, best first; called by all threads of a warp.
 
     Args:
         keys: this thread's scores as `orderable_bits`, WORST_SCORE for blocks that are not eligible; overwritten.
@@ -121,7 +121,7 @@ def insert(best: RegisterTopK, keys: cute.Tensor, first: Int32):
         mine = pack_entry(top, first + column(at))
         entry = reduce_quad(better, mine)
         taken = (entry > least[0]) & (entry > NO_BLOCK)
-        # The best of a quad goes even if it is not taken: the list only gets better.
+        # The quad's best score is dropped even if it is not taken: the least entry only grows.
         gone = cutlass.select_(entry == mine, at, Int32(-1))
         for i in cutlass.range_constexpr(cute.size(keys)):
             keys[i] = cutlass.select_(gone == i, Int32(WORST_SCORE), keys[i])

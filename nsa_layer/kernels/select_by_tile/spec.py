@@ -6,7 +6,7 @@ from cutlass import Int32
 
 from nsa_layer.kernels.select_by_tile.split_fp16 import TILE
 
-ROWS = 4  # of a thread: two of each of its two fragments
+ROWS = 4  # rows of a thread: two in each of its two fragments
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class TopKSpec:
     Attributes:
         G: query heads whose scores are summed.
         share: entries of a list in one thread.
-        init, local: forced blocks at the sequence's begin, and up to a tile's own, of which the first counts as one.
-        crowded: they may be more than a list has entries.
+        init: forced blocks at the sequence's begin; local: up to a tile's first own block, the others are forced, too.
+        crowded: forced blocks may be more than a list has entries.
     """
 
     D: int
@@ -31,17 +31,17 @@ class TopKSpec:
 
     @property
     def parts(self) -> int:
-        """Parts of a row in which keys are loaded, as many as shared memory asks for."""
+        """Parts in which rows of keys are loaded: one, if shared memory holds whole rows."""
         return 1 if self.D <= 128 else 4
 
     @property
     def softmax(self) -> bool:
-        """A group's heads are summed after a softmax. One head ranks as its scores do."""
+        """True if a group's heads are summed after a softmax; with one head, probabilities order as scores."""
         return self.G > 1
 
     @property
     def heads(self) -> int:
-        """Rows of a tile: G, rounded up to a power of two."""
+        """Rows of a tile: G rounded up to a power of two."""
         return 1 << (self.G - 1).bit_length()
 
     @property
@@ -56,7 +56,7 @@ class TopKSpec:
 
     @property
     def lane_bits(self) -> int:
-        """Bits of a lane's three row bits that number heads."""
+        """The number of bits of the head among the three bits of a lane's row."""
         return max(0, self.heads.bit_length() - 3)
 
     def tile_and_head(self, m: Int32, half: Int32, warp_m: Int32, q: Int32) -> tuple[Int32, Int32]:

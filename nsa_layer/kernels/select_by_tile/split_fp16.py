@@ -5,8 +5,8 @@ scale, so that ``hi.hi + hi.lo + lo.hi`` goes into one accumulator; lo.lo is bel
 such as means of small integers, have lo = 0 and are exact.
 
 An accumulator of D = 256 products stays below 2^39. It is multiplied by the key's scale first, and must stay in the
-range of fp32 for every key, so that a score overflows only where q . k does: the queries' scales lend 2^-24 to the
-keys'. Rows go to shared memory by cp.async, then by ldmatrix to three mma.sync.
+range of fp32 for every key, so that a score overflows only where q . k does: a factor of 2^24 is moved from the
+keys' scales to the queries'. Rows go to shared memory by cp.async, then by ldmatrix to three mma.sync.
 """
 
 import cutlass
@@ -20,10 +20,10 @@ from nsa_layer.kernels.select_by_tile.online_softmax import PARTS
 
 VECTOR = 8  # numbers of a row in one thread: 16 bytes of fp16
 
-# Of the exponent's 8 bits, biased by 127: 14 is what the largest number gets.
+# Exponents of fp32, biased by 127. The largest element of a row gets exponent 14.
 TOP = 14
 LEAST_EXPONENT = TOP + 1  # so that scale and its inverse are both normal numbers
-KEYS_DOWN = 24  # log2 of the factor that queries' scales lend to keys'
+KEYS_DOWN = 24  # log2 of a factor that is moved from keys' scales to queries'
 
 TILE = 128  # rows of a CTA, and keys of a step
 THREADS = 256
@@ -57,8 +57,8 @@ def powers_of_two(share: list[Float32], lanes: int, *, shift: int = 0) -> tuple[
 
 
 def split(share: list[Float32], lanes: int, row: cute.Tensor, lane: Int32, active: bool, *, shift: int = 0) -> Float32:
-    """Write a thread's share of a row as [hi | lo], 2 D numbers of fp16, where `active`; returns its scale, as
-    `powers_of_two` has it."""
+    """Write a thread's share of a row as [hi | lo], fp16 [2 D], if `active`; returns the row's scale, the second
+    result of `powers_of_two`."""
     up, scale = powers_of_two(share, lanes, shift=shift)
     hi, lo = (cute.make_rmem_tensor((VECTOR,), Float16) for _ in range(2))
     for c, x in enumerate(share):
@@ -76,14 +76,14 @@ def write(row: cute.Tensor, lane: Int32, lanes: int, hi: cute.Tensor, lo: cute.T
 
 
 def row_length(D: int) -> int:
-    """Numbers of a row of D that is split, zeros behind them included."""
+    """Elements of a split row of D elements, padding included."""
     return next(n for n in (64, 128, 256) if D <= n)
 
 
 def rows_layout(D: int, stages: int) -> cute.ComposedLayout:
     """Swizzled shared memory of `TILE` rows, hi and lo, for ldmatrix."""
     atom = cute.make_ordered_layout((8, 64), order=(1, 0))
-    # In bytes, since it is pointers that are swizzled: 16 stay together.
+    # Pointers are swizzled, so in bytes: 16 bytes stay together.
     atom = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, atom)
     return cute.tile_to_shape(atom, (TILE, D, 2 * stages), (0, 1, 2))
 
@@ -118,7 +118,7 @@ def copy_row(copy: cute.TiledCopy, row: cute.Tensor, tXsX: cute.Tensor, lane: In
 def split_gemm(sA: cute.Tensor, sB: cute.Tensor, acc: cute.Tensor, stage: Int32, part: int = 0):
     """``acc = hi.hi + hi.lo + lo.hi`` for all rows and the keys of a stage.
 
-    part: of the rows, if the stage holds as much of the keys alone; those from the second on are added to acc.
+    part: the part of D that the stage of keys holds; parts from the second on are added to acc.
     """
     tidx, _, _ = cute.arch.thread_idx()
     mma = tiled_mma()

@@ -1,7 +1,7 @@
 """Candidates of each token: `spec.lanes` lanes of a warp share a token, each keeps the candidates of its own blocks.
 
-A candidate is one int64 that orders as (score, earlier block first). A lane's lie in its column of shared memory; its
-`depth` best scores lie in registers. Scores are not negative, so their bits order as they do; -1 stands for no
+A candidate is one int64 that orders as (score, earlier block first). A lane has a column of them in shared memory, and
+its `depth` best scores in registers. Scores are not negative, so their bits order as they do; -1 stands for no
 candidate, and NaN is best.
 """
 
@@ -15,11 +15,11 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from nsa_layer.kernels.select_by_tile.register_topk import LAST_BLOCK, reduce_tree
 from nsa_layer.kernels.select_by_token.spec import TokenTopKSpec
 
-LARGEST = (1 << 31) - 1
+HIGHEST_SCORE = (1 << 31) - 1  # in bits, that of NaN
 NOTHING = -(1 << 63)  # below every candidate
-SOME, MANY = 5, 20  # lanes of a warp with new candidates: worth to raise the bound, and to look at all of them
+SOME, MANY = 5, 20  # lanes with new candidates from which on to raise the bound, by their best or all
 COUNT_BITS = 10
-TOGETHER = 4  # candidates of a lane that are looked at together
+TOGETHER = 4  # candidates of a lane that are loaded together
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Candidates:
         columns: int64 [capacity, lanes of the warp] in shared memory.
         selected: int64 [n] in shared memory, the token's best once they are ranked.
         best: int32, bits of the lane's best scores, descending.
-        bound: int32 [2]: the bits that a new score has to exceed; how many candidates there are.
-        wanted: candidates that the token's list has entries for.
-        lane: of the warp.
-        first_lane, member: the first of the lanes that share the token, and the lane's number among them.
+        bound: int32 [2]: bits that a new score has to exceed, and the number of the lane's candidates.
+        wanted: entries of the token's list that are left for candidates.
+        lane: lane of the warp.
+        first_lane, member: the first of the lanes that share the token, and the lane's index among them.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
@@ -56,7 +56,7 @@ class Candidates:
 def no_candidates(
     spec: TokenTopKSpec, columns: cute.Tensor, selected: cute.Tensor, wanted: Int32, lane: Int32
 ) -> Candidates:
-    """selected: int64 [n, tokens of the warp]."""
+    """Empty candidates; selected: int64 [n, tokens of the warp]."""
     best, bound = cute.make_rmem_tensor((power_of_two(spec.depth),), Int32), cute.make_rmem_tensor((2,), Int32)
     best.fill(-1)
     bound[0], bound[1] = -1, 0
@@ -74,17 +74,17 @@ def any_lane(condition: Boolean) -> Boolean:
 
 @cute.jit
 def add(mine: Candidates, bits: cute.Tensor, blocks: list[Int32]):
-    """Add each lane's new blocks to its candidates; for all lanes of a warp together.
+    """Add each lane's new blocks to its candidates; called by all lanes of a warp.
 
-    Blocks before these that reach the bound fill the list, so one that ties with it comes late. A bound that counts
-    these may be reached.
+    Earlier blocks that reach the old bound fill the list, so a new block has to exceed it, as later blocks lose ties. A
+    bound that is raised here counts the new blocks themselves, so these need only reach it.
     """
     size, bound = cute.size(bits), mine.bound
     before = bound[0]
     top = reduce_tree(cutlass.max, [bits[i] for i in range(size)])
     passes = cute.arch.vote_ballot_sync(top > before)
     if passes != 0:
-        reach = cutlass.min(before, LARGEST - 1) + 1
+        reach = cutlass.min(before, HIGHEST_SCORE - 1) + 1
         coming = cute.arch.popc(passes)
         if coming >= SOME:
             if coming >= MANY:
@@ -104,7 +104,7 @@ def add(mine: Candidates, bits: cute.Tensor, blocks: list[Int32]):
 
 
 def keep_scores(mine: Candidates, scores: list[Int32]) -> None:
-    """Merge descending scores into the lane's best; scores that are left out only make for a lower bound."""
+    """Merge descending scores into the lane's best; scores that the caller leaves out only lower the bound."""
     best = [mine.best[i] for i in range(cute.size(mine.best))]
     if len(scores) == len(best):
         best = merge(best, scores)
@@ -117,7 +117,7 @@ def keep_scores(mine: Candidates, scores: list[Int32]) -> None:
 
 
 def raise_bound(mine: Candidates) -> None:
-    """At least `wanted` blocks of the token have scores that are no less than the bound."""
+    """Raise the bound to the token's `most_wanted`-th best score, over the best of all lanes that share it."""
     best = [mine.best[i] for i in range(cute.size(mine.best))]
     least = rank_over_lanes(best, mine.spec.lanes, max(1, mine.spec.most_wanted))
     mine.bound[0] = cutlass.max(mine.bound[0], least)
@@ -125,7 +125,7 @@ def raise_bound(mine: Candidates) -> None:
 
 @cute.jit
 def prune(mine: Candidates):
-    """Drop candidates that are not among the best, so that another chunk fits."""
+    """Drop candidates that cannot be among the best, until another chunk fits."""
     drop_below_bound(mine)
     if any_lane(mine.bound[1] > mine.spec.slots):
         tighten(mine, mine.spec.capacity)
@@ -159,7 +159,7 @@ def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
     for step in cutlass.range_constexpr(lanes.bit_length() - 1):
         most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, 1 << step))
     low = cutlass.max(bound[0], 0)
-    high = cutlass.min(most, LARGEST - 1) + 1
+    high = cutlass.min(most, HIGHEST_SCORE - 1) + 1
     reached = count_reached(scores, [low], lanes)
     enough = reached >= wanted
     pending = enough & (reached > wanted) & (high - low > 1)
@@ -179,7 +179,7 @@ def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
 
 
 def count_reached(scores: list[Int32], limits: list[Int32], lanes: int) -> Int32:
-    """Ranks among the scores of all lanes that share a token: how many are at least as large, `COUNT_BITS` a limit."""
+    """The number of scores, of all lanes that share a token, that reach each limit; packed, `COUNT_BITS` each."""
     counts = [
         cutlass.select_(x >= limit, Int32(1 << COUNT_BITS * i), Int32(0))
         for i, limit in enumerate(limits)
@@ -218,7 +218,7 @@ def select(mine: Candidates) -> Int32:
 
 @cute.jit
 def take_reached(mine: Candidates) -> Int32:
-    """`select`, where the best are those that reach the bound."""
+    """`select` if exactly the best reach the bound."""
     lanes, slots = mine.spec.lanes, mine.spec.slots
     entries = [mine.columns[i, mine.lane] for i in range(slots)]
     taken = [(i < mine.bound[1]) & (Int32(entries[i] >> 32) >= mine.bound[0]) for i in range(slots)]
@@ -273,7 +273,7 @@ def rank(mine: Candidates, columns: cute.Tensor, count: Int32) -> Int32:
 
 
 def power_of_two(size: int) -> int:
-    """The least that is not less."""
+    """The least power of two from `size` on."""
     return 1 << (size - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""A token's list, ascending: its ranked candidates and the forced blocks, merged by rank."""
+"""The epilogue: a token's list, ascending, merged from its best candidates and the forced blocks by rank."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,13 +6,13 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
 from nsa_layer.kernels.select_by_tile.split_fp16 import float_of
-from nsa_layer.kernels.select_by_token.candidates import LARGEST, Candidates
+from nsa_layer.kernels.select_by_token.candidates import Candidates
 from nsa_layer.kernels.select_by_token.spec import NONNEGATIVE, TokenTopKSpec
 from nsa_layer.kernels.select_by_token.tiles import Tile
 
 
-def forced_block(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> Int32:
-    """The i-th listed forced block: where they are too many, the first ones up to the token's own are left out."""
+def forced_block_of_token(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> Int32:
+    """The i-th forced block of the list of a token in block `own`; the earliest are omitted if n does not hold them."""
     if spec.forced > spec.n:
         i += cutlass.max(cutlass.min(own + 1, spec.forced) - spec.n, 0)
     if spec.init == 0:
@@ -30,7 +30,7 @@ def write_token_list(
     work_tile: Tile,
     written: Boolean,
 ):
-    """Write [n] where `written`; own: the block of the token itself; mScores: of an index, of blocks not forced."""
+    """Write a token's list [n] if `written`, and to mScores the index' scores of blocks that are not forced."""
     spec, lanes, width = mine.spec, mine.spec.lanes, cute.size(mList)
     forced = Int32(0)
     if const_expr(spec.forced):
@@ -39,7 +39,7 @@ def write_token_list(
     first = [mine.member + lanes * i for i in range(-(-min(spec.forced, spec.n) // lanes))]
     entries = [mine.selected[cutlass.min(i, spec.n - 1)] for i in positions]
     blocks = list(map(unpack_block, entries))
-    blocks += [forced_block(spec, i, own, forced) for i in first]
+    blocks += [forced_block_of_token(spec, i, own, forced) for i in first]
     if const_expr(spec.forced > spec.n):
         forced = cutlass.min(forced, spec.n)
     before = [Int32(0) for _ in blocks]
@@ -63,6 +63,6 @@ def write_token_list(
 
 
 def score_of(bits: Int32) -> Float32:
-    """The score of 31 bits that order as scores of any sign do; the last bit of fp32 is lost."""
+    """The score that 31 bits stand for, which order as scores of any sign do; without the last bit of fp32."""
     ordered = (bits - NONNEGATIVE) << 1
-    return float_of(cutlass.select_(ordered < 0, ordered ^ LARGEST, ordered))
+    return float_of(cutlass.select_(ordered < 0, ordered ^ 0x7FFFFFFF, ordered))

@@ -19,7 +19,7 @@ def operand_layout(dtype: type, rows: int, D: int, stages: int) -> cute.Composed
 
 @dataclass(frozen=True)
 class Products:
-    """One thread's part: `scores` are being computed from `start` to `finish`."""
+    """A thread's part of a product; `scores` are complete after `finish`."""
 
     product: Product
     scores: cute.Tensor
@@ -36,7 +36,7 @@ class Products:
         if product.use_mma_sync:
             product(A_idx=a, B_idx=b, acc=self.scores, zero_init=True)
             return
-        # Not `product()`, which finds operands in two steps, by arithmetic in 64 bits.
+        # Not `product()`, which computes operands' addresses in 64 bits.
         warpgroup.fence()
         atom = cute.make_mma_atom(product.mma.op)
         for part in range(cute.size(product.A, mode=[2])):
@@ -46,7 +46,7 @@ class Products:
         warpgroup.commit_group()
 
     def finish(self, in_flight: int = 0) -> None:
-        """Wait for all products of the warpgroup but the last ones."""
+        """Wait for all products of the warpgroup but the last `in_flight`."""
         wait(self.product.use_mma_sync, in_flight)
 
     def score(self, row: int, column: int) -> Float32:

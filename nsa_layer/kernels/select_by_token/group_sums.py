@@ -1,9 +1,9 @@
 """The first warpgroup of a CTA: probabilities of its (token, head) pairs, summed over each token's heads.
 
 Keys are the rows of a product, (token, head) pairs its columns: lane x of a quad has columns ``8 j + 2 x + i``, which
-are numbered ``c = 2 j + i`` in the thread and hold its tokens' heads one after another. A step's scores leave the
-registers of products before they become sums, so that the next step's products run meanwhile; a tile's last sums are
-made while the next tile is loaded.
+are numbered ``c = 2 j + i`` in the thread and hold its tokens' heads one after another. A step's scores are copied out
+of the accumulators before they are summed, so that the next step's products run meanwhile; a tile's last sums are
+computed while the next tile is loaded.
 """
 
 import math
@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from flash_attn.cute.utils import LOG2_E
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 from nsa_layer.kernels.select_by_token.gemm import Products
 from nsa_layer.kernels.select_by_token.spec import (
@@ -28,19 +29,18 @@ from nsa_layer.kernels.select_by_token.spec import (
 )
 from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
 
-LOG2_E = math.log2(math.e)
-VECTOR = 8  # elements of q in one copy
+VECTOR = 8  # elements of q in a copy of 16 bytes
 
 
 @dataclass(frozen=True)
 class GroupSums:
-    """The first warpgroup's inputs, and where they go in shared memory.
+    """The first warpgroup's inputs and buffers in shared memory.
 
     Attributes:
         tma: copies [KEYS, D] of mK [Tc, D, Hkv, B], packed [all, D, Hkv].
         sQ, sK, sLSE: [columns, D, 1], [KEYS, D, STAGES] and fp32 [columns].
         sScores: fp32 [KEYS, tokens of a warp, WARPS].
-        barriers: one for each stage of keys.
+        barriers: mbarriers, one for each stage of keys.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
@@ -57,7 +57,7 @@ class GroupSums:
 
     @cute.jit
     def run(self):
-        """Hand over the sums of all the CTA's tiles."""
+        """Compute the sums of all the CTA's tiles, and hand them over to the second warpgroup."""
         spec, scheduler = self.spec, self.scheduler
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -101,7 +101,7 @@ class GroupSums:
 
     @cute.jit
     def reload(self, work_tile: Tile, step: Int32, steps: Int32, before: Int32):
-        """Load a step's keys into the stage whose products this warp has waited for."""
+        """Load a step's keys into the stage that the products just finished have read."""
         cute.arch.barrier(barrier_id=PRODUCTS_DONE, number_of_threads=THREADS)
         if (cute.arch.warp_idx() == 0) & (step < steps):
             self.load_keys(work_tile, step, (before + step) % STAGES)
@@ -134,7 +134,7 @@ class GroupSums:
         cute.copy(self.tma, gX, sX[None, stage], tma_bar_ptr=barrier)
 
     def column_row(self, work_tile: Tile, column: Int32) -> tuple[Int32, Int32]:
-        """(token, head) of a column of the product; clamped to what there is."""
+        """(row of q, query head) of a column of the product; clamped to existing ones."""
         spec = self.spec
         x, c = column // 2 % QUAD, column // 8 * 2 + column % 2
         token = x // spec.share * spec.tokens_a_warp + cutlass.min(c // spec.heads, spec.tokens_a_warp - 1)
@@ -146,7 +146,7 @@ class GroupSums:
     def load_queries(self, work_tile: Tile):
         spec, mQ = self.spec, self.scheduler.mQ
         tidx, _, _ = cute.arch.thread_idx()
-        lanes = math.gcd(spec.D // VECTOR, THREADS)  # of a row's vectors, which a thread has every `lanes`-th of
+        lanes = math.gcd(spec.D // VECTOR, THREADS)  # threads of a row, each of which copies every `lanes`-th vector
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), mQ.element_type, num_bits_per_copy=128
         )
@@ -173,7 +173,7 @@ class GroupSums:
 
     @cute.jit
     def shifts(self) -> cute.Tensor:
-        """For each of this thread's columns -log2 of what exponentials are divided by; -inf where there is no head."""
+        """For each of this thread's columns -lse in units of log2; -inf for columns without a head."""
         spec = self.spec
         x = cute.arch.lane_idx() % QUAD
         shifts = cute.make_rmem_tensor((spec.own_columns,), Float32)
@@ -184,20 +184,20 @@ class GroupSums:
         return shifts
 
     def scale(self, products: Products, shifts: cute.Tensor, exponents: cute.Tensor) -> None:
-        """Scores as exponents of 2, out of the way of the next products."""
+        """Copy scores, as exponents of 2, out of the accumulators of the next products."""
         for row in range(2):
             for c in range(self.spec.own_columns):
                 exponents[row, c] = cute.math.fma(products.score(row, c), self.scale_log2, shifts[c])
 
     def write_sums(self, exponents: cute.Tensor) -> None:
-        """Write a step's sums, once the last step's have been read."""
+        """Write a step's sums, once the second warpgroup has read those before."""
         sums = self.sum_groups(exponents)
         cute.arch.barrier(barrier_id=SCORES_READ, number_of_threads=2 * THREADS)
         self.store_sums(sums)
         cute.arch.barrier_arrive(barrier_id=SCORES_WRITTEN, number_of_threads=2 * THREADS)
 
     def sum_groups(self, exponents: cute.Tensor) -> list[list[Float32]]:
-        """Probabilities summed over a group, of this thread's two keys and each of its tokens."""
+        """Probabilities summed over the group's heads: [this thread's two keys][its tokens]."""
         spec, sums = self.spec, []
         for row in range(2):
             sums.append([])

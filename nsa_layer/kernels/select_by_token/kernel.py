@@ -9,10 +9,11 @@ from cutlass.memory import SmemAllocator
 
 from flash_attn.cute.mma.form import use_mma_sync
 from flash_attn.cute.runtime.own_device import target_sm_count
+from flash_attn.cute.utils import LOG2_E
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.select_by_token.gemm import operand_layout
-from nsa_layer.kernels.select_by_token.group_sums import LOG2_E, GroupSums
+from nsa_layer.kernels.select_by_token.group_sums import GroupSums
 from nsa_layer.kernels.select_by_token.spec import (
     KEYS,
     STAGES,
@@ -38,8 +39,8 @@ class TokenTopK:
 
     @cute.jit
     def __call__(self, *arguments):
-        """q, compressed keys, their LSE, starts of queries and of these, lists; starts of tokens and positions of first
-        queries, None where keys are of the queries' tokens; keys of a sequence, multiprocessors, scale, stream."""
+        """q, compressed keys, LSE, starts of queries and of compressed keys, lists; starts of keys, positions of first
+        queries, None if queries and keys are the same tokens; keys of a sequence, multiprocessors, scale, stream."""
         *tensors, S, multiprocessors, softmax_scale, stream = arguments
         mQ, mK, mLSE, mCu, mCu_blocks, mIndices, mCu_keys, mOffset = tensors
         spec, dtype = self.spec, mQ.element_type
@@ -118,18 +119,18 @@ def token_topk(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
 ) -> Tensor:
-    """The blocks listed for each token and key/value head.
+    """Select the blocks of each token and key/value head.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16, D a multiple of 32 up to 256.
         k_cmp: [B, Tc, Hkv, D], packed [all, Hkv, D]: the compressed branch's keys, like q.
         lse: fp32 [B, Hq, T], packed [Hq, total]: the compressed branch's log-sum-exp, -inf where a row sees no key.
-        width: entries of a list; None: ``config.list_width`` of the longest sequence of keys, which is the least.
+        width: entries of a list; None: the least, ``config.list_width`` of the longest sequence of keys.
         cu_seqlens, cu_blocks: packed only: int32, where sequences start in q, and in k_cmp.
         max_seqlen: packed only: tokens of the longest sequence, or more.
-        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, where there
-            are more keys than queries. None: as many, from 0.
-        cu_seqlens_k: packed, with q_offset: int32, where the tokens that compressed keys are made of start.
+        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys. None: 0, as
+            many keys as queries.
+        cu_seqlens_k: packed, with q_offset: int32, where the sequences' keys, before compression, start.
         max_seqlen_k: with q_offset: tokens of a sequence's keys; packed: of the longest.
 
     Returns:

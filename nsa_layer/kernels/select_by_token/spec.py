@@ -9,10 +9,10 @@ THREADS, WARPS, WARP = 128, 4, 32  # of each of a CTA's two warpgroups
 SCORES_READ, SCORES_WRITTEN, PRODUCTS_DONE = 1, 2, 3  # named barriers
 QUAD = 4  # lanes that share a key's scores
 FOUR = 4  # scores in one read
-CHUNK = 16  # blocks that a lane looks at together
+CHUNK = 16  # blocks that a lane adds to its candidates together
 HALF_OF_SHARED = 113 * 1024  # bytes for each of a multiprocessor's two CTAs
-NONNEGATIVE = 1 << 30  # the bits of the least score from 0, where scores of any sign have 31 bits that order as they do
-SPARE = 12  # of a lane's capacity for candidates, at most, beyond its share of the best and a chunk
+NONNEGATIVE = 1 << 30  # what stands for a score of 0, where 31 bits order as scores of any sign
+SPARE = 12  # the most candidates of a lane that it has capacity for beyond its share of the best and a chunk
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TokenTopKSpec:
 
     @property
     def share(self) -> int:
-        """Lanes that a key's scores of one token lie over."""
+        """Lanes that share a key's scores of one token."""
         return -(-self.G // self.own_columns) if self.G <= 2 * self.own_columns else QUAD
 
     @property
@@ -87,7 +87,7 @@ class TokenTopKSpec:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Strides in which the keys from ``block * keys_a_block - halo`` on overlap the block."""
+        """Weights of the keys from ``block * keys_a_block - halo`` on: strides in which each overlaps the block."""
         r, m = self.keys_a_block, self.halo + 1
         starts = range(-self.halo, r)
         return tuple(min(start + m, r) - max(start, 0) for start in starts)
@@ -98,7 +98,7 @@ class TokenTopKSpec:
 
     @property
     def values(self) -> int:
-        """Blocks of a step that a lane looks at for its token."""
+        """Blocks of a step that a lane scores for its token."""
         return -(-self.blocks_a_step // self.lanes)
 
     @property
@@ -107,7 +107,7 @@ class TokenTopKSpec:
         return len(self.weights) == 1 and self.values % FOUR == 0
 
     def position(self, key: int) -> int:
-        """The index among a token's scores of a key of the step; a lane's blocks are `lanes` apart."""
+        """Index of a step's key in a token's scores in shared memory, where four blocks of a lane are neighbours."""
         if not self.in_fours:
             return key
         fours, rest = key // (FOUR * self.lanes), key % (FOUR * self.lanes)
@@ -115,50 +115,50 @@ class TokenTopKSpec:
 
     @property
     def most_wanted(self) -> int:
-        """The most entries of any list that are left for candidates, where there are candidates."""
+        """The most entries of a list that are left for candidates."""
         least = self.forced if self.causal else max(self.init, min(1, self.local))
         return max(0, self.n - least)
 
     @property
     def forced(self) -> int:
-        """Blocks that are forced at most, however short the list."""
+        """The most forced blocks of a token; may exceed n."""
         return self.init + self.local
 
     @property
     def own_is_candidate(self) -> bool:
-        """A token's own block, which is not complete, is a candidate where it is not forced."""
+        """True if a token's own block, though incomplete, is a candidate: no block is forced."""
         return not self.forced
 
     @property
     def score_threads(self) -> int:
-        """Threads that hand over scores."""
+        """Threads that write scores."""
         return THREADS
 
     @property
     def depth(self) -> int:
-        """Best scores that a lane keeps, so that all of a token's together are at least `most_wanted`."""
+        """Best scores that a lane keeps: those of a token's lanes are at least `most_wanted` together."""
         return max(1, -(-self.most_wanted // self.lanes))
 
     @property
     def slots(self) -> int:
-        """Capacity of a lane for candidates, beside those of a chunk: more than its share of the best."""
+        """Candidates up to which a lane is not pruned; more than its share of the best."""
         return -(-min(3 * self.depth + 8, self.depth + SPARE) // 4) * 4
 
     @property
     def capacity(self) -> int:
-        """The same with a chunk's."""
+        """Capacity of a lane for candidates: `slots` and a chunk."""
         return self.slots + -(-min(CHUNK, self.values) // 4) * 4
 
     @property
     def token_words(self) -> int:
-        """Distance in shared memory from a token's keys to the next one's of the same warp, clear of bank conflicts."""
+        """Stride in shared memory between the scores of a warp's tokens, free of bank conflicts."""
         if len(self.weights) > 1:
             return KEYS + 1
         return KEYS + (4 * self.lanes if self.lanes < 8 else 0)
 
     @property
     def warp_words(self) -> int:
-        """The same from one warp's tokens to the next one's."""
+        """Stride in shared memory between the scores of neighbouring warps."""
         words = self.tokens_a_warp * self.token_words
         return words + (8 - words) % WARP
 
@@ -176,5 +176,5 @@ class TokenTopKSpec:
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """(registers of a thread that makes sums, of one that keeps lists); None: both as many, which is enough."""
+        """Registers of a thread of the first and of the second warpgroup; None: the launch's for both."""
         return (176, 80) if self.columns == MOST_COLUMNS and self.resident > 1 else None

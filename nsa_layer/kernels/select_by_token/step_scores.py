@@ -1,4 +1,4 @@
-"""Importances of a step's blocks, for the token that a lane looks after."""
+"""Importances of a step's blocks, for the token whose candidates a lane keeps."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ from nsa_layer.kernels.select_by_token.tiles import Tile
 
 @dataclass(frozen=True)
 class StepValues:
-    """The blocks of a step that one lane looks at.
+    """The blocks of a step that one lane scores.
 
     Attributes:
         scores: fp32 [KEYS] in shared memory: sums over the group of the token's probabilities, at each key's
             `spec.position`.
         t: the token.
-        member: number of the lane among those that share the token.
+        member: index of the lane among those that share the token.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
@@ -31,11 +31,11 @@ class StepValues:
     member: Int32
 
     def block(self, i: Int32) -> Int32:
-        """The lane's i-th block, counted from the step's first: neighbours, which are alike, go to different lanes."""
+        """The lane's i-th block, from the step's first on; neighbours, with similar scores, go to different lanes."""
         return i * self.spec.lanes + self.member
 
     def value(self, step: Int32, i: int, masked: bool) -> Float32:
-        """Importance of the lane's i-th block; of what is not visible if masked: 0."""
+        """Importance of the lane's i-th block; if masked, keys that the token does not see count as 0."""
         spec, work_tile = self.spec, self.work_tile
         block = self.block(Int32(i))
         total = Float32(0.0)
@@ -55,7 +55,7 @@ class StepValues:
 
     @cute.jit
     def all_bits(self, step: Int32) -> cute.Tensor:
-        """Bits of all importances; -1 for what is no candidate."""
+        """Bits of all importances; -1 for blocks that are no candidates."""
         spec, work_tile = self.spec, self.work_tile
         values = cute.make_rmem_tensor((spec.values,), Float32)
         if const_expr(spec.in_fours):
@@ -79,7 +79,7 @@ class StepValues:
 
     @cute.jit
     def add_to(self, mine: Candidates, step: Int32, bits: cute.Tensor):
-        """Add the step's blocks, with `all_bits`, to the lane's candidates; for all lanes of a warp together."""
+        """Add the step's blocks, scored by `all_bits`, to the lane's candidates; called by all lanes of a warp."""
         first = step * self.spec.blocks_a_step
         for begin in cutlass.range_constexpr(0, self.spec.values, CHUNK):
             size = min(CHUNK, self.spec.values - begin)

@@ -8,21 +8,21 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.kernels.select_by_token.spec import TokenTopKSpec
-from nsa_layer.kernels.varlen import tiles_and_batch
+from nsa_layer.kernels.varlen import compressed_end, compressed_length, tiles_and_batch
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile's tokens, ``first .. first + tokens - 1``, by their positions among the keys of their sequence.
+    """A work tile: tokens ``first .. first + tokens - 1``, as positions among the keys of their sequence, of one head.
 
-    Past the end of a packed sequence there may be rows without tokens.
+    Tokens from `end` on do not exist: if packed, a tile may have none.
 
     Attributes:
-        batch: 0 if packed.
-        end: one past the sequence's last query.
-        T: tokens of the sequence's keys.
-        rows_before: the row of q where position 0 would be, below 0 if it is none of the queries'.
-        keys_before: compressed keys of packed sequences before; else 0.
+        batch: sequence of a batch; 0 if packed.
+        end: one past the position of the sequence's last query.
+        T: keys of the sequence, before compression.
+        rows_before: row of q minus position, the same for all queries of the sequence; may be negative.
+        keys_before: compressed keys of earlier packed sequences; else 0.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
@@ -40,17 +40,17 @@ class Tile:
     def keys(self) -> Int32:
         """Compressed keys of the sequence."""
         spec = self.spec
-        return cutlass.max(self.T - spec.size + spec.stride, 0) // spec.stride
+        return compressed_length(self.T, spec.size, spec.stride)
 
     def keys_end(self, t: Int32) -> Int32:
         """One past the last key that token t sees."""
         spec = self.spec
         if not spec.causal:
             return self.keys()
-        return cutlass.min(cutlass.max(t - spec.offset + spec.stride, 0) // spec.stride, self.keys())
+        return cutlass.min(compressed_end(t, spec.offset, spec.stride), self.keys())
 
     def blocks_end(self, t: Int32) -> Int32:
-        """One past token t's last candidate block, forced blocks among them or not."""
+        """One past the last complete block, if causal at token t; past t's own block if `own_is_candidate`."""
         spec = self.spec
         if not spec.causal:
             return self.T // spec.block_size
@@ -59,14 +59,14 @@ class Tile:
         return (t + 1) // spec.block_size
 
     def forced_blocks(self, own: Int32) -> Int32:
-        """Forced blocks of a token in block `own`, as far as they exist and differ, whether listed or not."""
+        """Number of distinct forced blocks of a token in block `own`, which may exceed n."""
         spec, begun = self.spec, own
-        if not spec.causal and spec.init > 1:  # there may be first blocks behind
+        if not spec.causal and spec.init > 1:  # the first blocks may lie behind the token
             begun = cutlass.max(own, cutlass.min(cute.ceil_div(self.T, spec.block_size), spec.init) - 1)
         return cutlass.min(begun, spec.forced - 1) + 1
 
     def candidates_end(self, t: Int32) -> Int32:
-        """The same for causal lists without the forced blocks at their end."""
+        """One past token t's last candidate block: `blocks_end`, if causal without the forced local blocks."""
         if self.spec.causal and self.spec.local:
             return cutlass.max(t // self.spec.block_size - (self.spec.local - 1), 0)
         return self.blocks_end(t)
@@ -91,7 +91,7 @@ class Tile:
         return inside
 
     def is_open(self, step: Int32) -> Boolean:
-        """True if all blocks of the step are candidates of all tokens, and all keys visible."""
+        """True if all blocks of the step are candidates of all the tile's tokens, which see all its keys: no mask."""
         spec = self.spec
         begin = step * spec.blocks_a_step
         end = begin + spec.blocks_a_step
@@ -109,12 +109,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """All tiles of a call: a sequence's last tokens first, since they have most keys; key/value heads side by side.
+    """All work tiles of a call, longest first: from a sequence's end; key/value heads are neighbours.
 
     Attributes:
         mQ, mIndices: [B, T, Hq, D] and int32 [B, T, Hkv, n]; packed without B.
-        starts: of packed queries, their compressed keys, and the tokens these are made of; positions of first queries.
-        S: tokens of a sequence's keys, where they are more than the queries.
+        starts: starts of packed queries, compressed keys, and keys; positions of first queries.
+        S: keys of a sequence, read where queries have offsets.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
@@ -159,5 +159,5 @@ class Tiles:
 
 
 def keys_of_step(spec: TokenTopKSpec) -> int:
-    """Keys that a step's blocks are made of."""
+    """Compressed keys that overlap a step's blocks."""
     return spec.halo + spec.blocks_a_step * spec.keys_a_block

@@ -1,4 +1,4 @@
-"""The second warpgroup of a CTA: each token's best blocks, from the sums that the first hands over."""
+"""The second warpgroup of a CTA: each token's best blocks, by the sums that the first warpgroup hands over."""
 
 from dataclasses import dataclass
 
@@ -28,9 +28,8 @@ class BestBlocks:
         sScores: fp32 [KEYS, tokens of a warp, WARPS].
         sColumns: int64 [capacity, WARP, WARPS], candidates.
         sSelected: int64 [n, tokens of a warp, WARPS], the best of them.
-        sNonnegative: int32 [WARPS], set once no score below `NONNEGATIVE` enters a list of the warp any more; None
-            where no one asks.
-        mScores: like the lists, for scores of their blocks that are not forced, of an index; None where no one asks.
+        sNonnegative: int32 [WARPS], 1 once only scores from `NONNEGATIVE` on enter the warp's lists; None: not needed.
+        mScores: of the lists' shape: an index' scores of listed blocks that are not forced; None: not written.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
@@ -84,6 +83,6 @@ class BestBlocks:
             cute.arch.sync_warp()
 
     def list_of(self, of_lists: cute.Tensor | None, work_tile: Tile, t: Int32) -> cute.Tensor | None:
-        """[n]; None of None."""
+        """Token t's row [n]; None of None."""
         batch = () if self.spec.packed else (work_tile.batch,)
         return None if of_lists is None else of_lists[(*batch, work_tile.rows_before + t, work_tile.head, None)]

@@ -10,50 +10,26 @@ rank among them a token has. Two sets of words alternate, so that one is cleared
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Int32, Uint32, const_expr
 
+from flash_attn.cute.bwd_dkdv.spec import KeyPairs
 from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.kernels.csr import WORK_TILE, RowStarts
 from nsa_layer.kernels.launch import launch
-from nsa_layer.kernels.union_lists.sizes import CHUNKS
+from nsa_layer.kernels.union_lists.sizes import CHUNKS, most_partials
 
 STEP = 32  # tokens: the bits of a word
 MOST_THREADS = 512
 LEAST_CHUNK = 256  # tokens
-CAPACITIES = 1024, 4096, 16384  # blocks of a CTA's range, as many as are needed if one is enough
+CAPACITIES = 1024, 4096, 16384  # blocks of a CTA's range: the least that holds all blocks, or the largest
 MOST_PAIRS = 2**31 - 1
 
 
-class Pairs(NamedTuple):
-    """Rows (b, h, block), numbered ``(b * Hs + h) * N + block``; packed ``h * N + cu_blocks[b] + block``.
-
-    Attributes:
-        starts: int32 [rows + 1], of the rows in `tokens`.
-        tokens: int32, positions in the sequence, ascending in a row; behind the last row nothing is written.
-        work_tiles: int32 [capacity, 4]: (row, begin, end, partial): tokens[begin:end] of a row, in order of rows. A row
-            of more than `cap` tokens has several, numbered by `partial` one after the other, -1 elsewhere; each other
-            row, also an empty one, has one. Behind the last work tile nothing is written.
-        row_tiles: int32 [rows + 1], work_tiles before each row.
-    """
-
-    starts: torch.Tensor
-    tokens: torch.Tensor
-    work_tiles: torch.Tensor
-    row_tiles: torch.Tensor
-
-    @property
-    def tile_count(self) -> torch.Tensor:
-        """Int32 [1], on the device."""
-        return self.row_tiles[-1:]
-
-
 class TokenPairs:
-    """Pairs of each block in each chunk of tokens or, arguments where rows start, the tokens in CSR.
+    """Counts of each block's pairs in each chunk of tokens or, if `starts` are given, the tokens in CSR.
 
     Args:
         n: entries of a list.
@@ -128,10 +104,10 @@ class TokenPairs:
             for i in cutlass.range_constexpr(cute.size(own)):
                 counted = own[i] >= 0
                 if const_expr(tokens is not None):
-                    counted = ranks[i] == 0  # the others would find nothing
+                    counted = ranks[i] == 0  # the exchange is for one thread
                 if counted:
                     word = cute.arch.atomic_exch(filled.iterator + own[i], Uint32(0), scope="cta")
-                    if word != 0:  # one thread has it, whichever was first
+                    if word != 0:  # so for the first thread only
                         cursors[own[i]] += Int32(cute.arch.popc(word))
         if const_expr(tokens is None):
             cute.arch.sync_threads()
@@ -181,7 +157,7 @@ class TokenPairs:
 
 
 class ChunkSums:
-    """Pairs of each block in each chunk -> of all chunks before it, in place, and of all chunks."""
+    """Counts of each block's pairs in each chunk -> sums over the chunks before it, in place, and over all chunks."""
 
     shapes = "segments chunks N", "rows"
     threads = 128
@@ -220,16 +196,16 @@ def pairs_by_block(
     cu_lists: torch.Tensor | None = None,
     cu_blocks: torch.Tensor | None = None,
     blocks: int | None = None,
-) -> Pairs:
-    """The tokens that list each block, by list head.
+) -> KeyPairs:
+    """The tokens that list each block, by list head; behind the last token and the last work tile nothing is written.
 
     Args:
         block_indices: int32 [B, L, Hs, n], packed [lists of all sequences, Hs, n]; see the package.
         block_size: keys of a block.
         cap: tokens of a work tile at most.
         q_tile: tokens that share a list: token t of a sequence has list ``t // q_tile``.
-        heads: rows are of so many heads, each of the lists of Hs / heads neighbours; "token" then stands for a token's
-            list, and a position for ``position * (Hs / heads) + number of the list``. None: of Hs heads.
+        heads: heads of the rows, each with the tokens of Hs / heads neighbouring lists, see `KeyPairs.by_head`: tokens
+            are ``position * (Hs / heads) + index of the list``. None: Hs.
         queries, keys: tokens of a sequence, packed of all queries; None: as many as lists, and as many as queries.
         q_offset: int32 [B], packed [sequences]: position of the first token among its sequence's keys; None: 0.
         cu_seqlens, cu_lists, cu_blocks: packed: int32 [sequences + 1] on the device; queries, lists and blocks before
@@ -259,4 +235,5 @@ def pairs_by_block(
     launch("chunk_sums", ChunkSums, (), counts, totals)
     launch("row_starts", RowStarts, (cap, True), totals, starts, row_tiles, work_tiles, None, 0)
     launch("token_pairs", TokenPairs, static, *arguments, starts, tokens, T, chunk)
-    return Pairs(starts, tokens, work_tiles, row_tiles)
+    partials = most_partials(entries, cap)
+    return KeyPairs(tokens, work_tiles, row_tiles, partials, block_size, cu_blocks, parts > 1)

@@ -7,7 +7,7 @@ import math
 from nsa_layer.support import UNION_BLOCK, UNION_ROWS
 
 CHUNKS = 64  # of a sequence's tokens, in which pairs are counted, at most
-WORK_TILES = 1024  # of the dk, dv pass, to four times as many, and one for each key block with few pairs
+WORK_TILES = 1024  # of the dk, dv pass, up to four times as many, beside one for each key block with few pairs
 
 
 def tokens_of_tile(G: int) -> int:
@@ -30,12 +30,12 @@ def union_capacity(G: int, n: int, block_size: int, S: int, q_tile: int = 1) -> 
 def longest_work_tile(pairs: int, rows: int) -> int:
     """The most pairs of a token and a listed block in a work tile of the dk, dv pass; a pair has `rows` rows.
 
-    In proportion to all pairs, so that no CTA waits for a long one, and partial sums do not grow with the call. A power
-    of four in rows, so that few kernels are compiled.
+    Proportional to all pairs, so that no CTA waits for a long tile, and partial sums are few in any call. A power of
+    four in rows, so that few kernels are compiled.
     """
     return max(1, 4 ** min(10, max(6, ((pairs * rows // WORK_TILES).bit_length() - 1) // 2)) // rows)
 
 
 def most_partials(pairs: int, longest: int) -> int:
-    """Capacity for partial sums, which only key blocks of more than `longest` pairs have, see `Pairs.work_tiles`."""
+    """Capacity for partial sums, which only key blocks of more than `longest` pairs have, see `KeyPairs`."""
     return 2 * pairs // longest

@@ -1,8 +1,8 @@
 """Forward lists of query tiles: the union of their tokens' blocks, each entry with the tokens that list it as bits.
 
 A CTA has a tile. It marks the blocks in a bitmap of the sequence's blocks in shared memory; prefix sums of its words'
-popcounts give each block its place in the union; then every entry sets its token's bit there. Unions longer than the
-capacity for them are written in rounds, from the entries in registers.
+popcounts give each block its index in the union; then every entry sets its token's bit there. Unions longer than the
+capacity in shared memory are written in rounds, from the entries in registers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Unions(NamedTuple):
     Attributes:
         counts: int32 [B, Hs, M].
         blocks: int32 [B, Hs, M, R], ascending, of 64 keys: a listed block of 128 is two of them. R is the most that a
-            tile may have, `union_capacity`; behind the count nothing is
-            written.
+            tile may have, `union_capacity`; past the count nothing is written.
         bits: int32 [B, Hs, M, R, W]: bit ``j % 32`` of word ``j // 32`` says that token ``128 * tile // G + j`` lists
             the block. W is 1 for up to 32 tokens, else 2 or 4. Of listed blocks of 32 or 16 keys an entry holds two or
             four, and has so many words for each, one block after the other.
@@ -44,12 +43,12 @@ class Unions(NamedTuple):
 
 
 class UnionLists:
-    """A CTA's tile of the unions.
+    """The kernel of `union_lists`: a CTA makes the union of a tile.
 
     Args:
         n: entries of a token's list.
         G: heads of a token that are rows.
-        block_size: keys of a listed block, a multiple of `KEYS`, or half of or a quarter of it.
+        block_size: keys of a listed block, a multiple of `UNION_BLOCK`, or a half or a quarter of it.
         q_tile: tokens that share a list.
         bitmap_words: 32 blocks each, enough for the longest sequence.
     """
@@ -98,7 +97,7 @@ class UnionLists:
         ahead = Int32(0) if const_expr(q_offset is None) else q_offset[sequence]
         first = tile * UNION_ROWS // self.G
         last = cutlass.min((tile * UNION_ROWS + (UNION_ROWS - 1)) // self.G, T - 1)
-        # Entries of KEYS keys at this one and behind see nothing; a tile past the sequence's end has none.
+        # One past the last entry that a row sees; a tile past the sequence's end has none.
         end = cute.ceil_div(S, UNION_BLOCK)
         if const_expr(self.causal):
             end = cutlass.min(end, (ahead + last) // UNION_BLOCK + 1)
@@ -139,15 +138,15 @@ class UnionLists:
                     listed, share = own[i] // self.shares, own[i] % self.shares
                     bit = Uint32(1) << Uint32(listed & 31)
                     earlier = cute.arch.popc(Uint32(bitmap[listed >> 5]) & (bit - 1))
-                    place = before[listed >> 5] + Int32(earlier) - done
-                    if place >= 0 and place < here:
+                    index = before[listed >> 5] + Int32(earlier) - done
+                    if index >= 0 and index < here:
                         token = (tidx + i * self.threads) // self.n
-                        at = place * self.words + share * (self.words // self.shares) + (token >> 5)
+                        at = index * self.words + share * (self.words // self.shares) + (token >> 5)
                         cute.arch.atomic_or(tokens.iterator + at, Uint32(1) << Uint32(token & 31), scope="cta")
-                        union[place] = listed
+                        union[index] = listed
             cute.arch.sync_threads()
             written = here * self.parts
-            if const_expr(self.parts > 1):  # of the last block, parts may be at the end or behind
+            if const_expr(self.parts > 1):  # of the last block, some parts may be past the end
                 written = cutlass.min(written, written + end - (union[here - 1] + 1) * self.parts)
             first_entry = done * self.parts
             for i in cutlass.range(tidx, written, self.threads, unroll=1):
@@ -163,7 +162,7 @@ class UnionLists:
 
     @cute.jit
     def count_before(self, bitmap: cute.Tensor, before: cute.Tensor, total: cute.Tensor, words: Int32):
-        """Set bits before each word, and of all of them; by one warp."""
+        """The number of set bits before each word, and in all words; by one warp."""
         lane, carried = cute.arch.lane_idx(), Int32(0)
         for start in cutlass.range(0, words, 32, unroll=1):
             at, number = start + lane, Int32(0)

@@ -64,7 +64,7 @@ class Case:
     fp8: bool = False
     index: tuple[int, int] = (0, 0)
     num_splits: int = 0
-    room: int = 1088
+    capacity: int = 1088
     seed: int = 0
 
     @property
@@ -81,7 +81,7 @@ class Case:
         return CallSpec(self.config, True, self.D**-0.5, self.queries or None, index_scale=index_scale)
 
     def call(self, device: str = "cuda") -> Call:
-        """The step; places behind what there is are NaN."""
+        """The step; slots behind it are NaN."""
         generator = torch.Generator(device).manual_seed(self.seed)
 
         def draw(*size: int) -> Tensor:
@@ -92,7 +92,7 @@ class Case:
         compressed = COMPRESSED_CACHES if config.computes("compressed") else ()
         rows = (sum(self.queries),) if self.queries else (B, self.T)
         made: dict[str, Any] = dict(q=draw(*rows, Hkv * G, D), num_splits=self.num_splits)
-        places, tables, at = {}, {}, torch.arange(B)
+        memory, tables, at = {}, {}, torch.arange(B)
         if any(self.index):
             made["q_index"] = draw(*rows, Hkv, self.index[1])
 
@@ -101,19 +101,19 @@ class Case:
 
         for name in (*names, *compressed):
             stride = config.stride if "cmp" in name else 1
-            room = config.compressed_length(self.room) if "cmp" in name else self.room
-            lead = (B + 2, room)
+            capacity = config.compressed_length(self.capacity) if "cmp" in name else self.capacity
+            lead = (B + 2, capacity)
             if self.page:
-                lead = (B * (self.room // self.page) + 3, max(1, self.page // stride))
+                lead = (B * (self.capacity // self.page) + 3, max(1, self.page // stride))
             stored = FP8 if self.fp8 else self.dtype
-            places[name] = torch.full((*lead, *row(name)), torch.nan, dtype=stored, device=device)
+            memory[name] = torch.full((*lead, *row(name)), torch.nan, dtype=stored, device=device)
             if self.fp8:
                 scale = torch.rand(row(name)[0], generator=generator, device=device) + 1
                 scale = 2.0 ** torch.arange(-8, row(name)[0] - 8, device=device) if name[0] == "k" else scale / 150
                 made[f"{name}_scale"] = scale
         if self.page:
             for table, name in (("page_table", "k"), ("cmp_page_table", "k_cmp"))[: 1 + (compressed != ())]:
-                count = len(places[name])
+                count = len(memory[name])
                 shuffled = torch.randperm(count, generator=generator, device=device)[: count - 3]
                 tables[table] = shuffled.view(B, -1).int()
         else:
@@ -127,8 +127,8 @@ class Case:
                 tokens, first = draw(S, *row(name)), S - T if self.new else S
                 pages = tables["page_table"][b].tolist() if self.page else [int(at[b])]
                 scale, of_cmp = made.get(f"{name}_scale"), made.get(f"{name}_cmp_scale")
-                stored = in_cache_dtype(tokens, scale, places[name].dtype)
-                places[name][slots_of(places[name], pages, 0, first)] = stored[:first]
+                stored = in_cache_dtype(tokens, scale, memory[name].dtype)
+                memory[name][slots_of(memory[name], pages, 0, first)] = stored[:first]
                 parts[name].append(tokens[first:])
                 tokens = dequantise(stored, scale, torch.float32)
                 key = f"{name}_cmp"
@@ -137,10 +137,10 @@ class Case:
                     keys = compress(tokens.float()[None], weight, config=config)[0].to(self.dtype)
                     pages = tables["cmp_page_table"][b].tolist() if self.page else [int(at[b])]
                     have = config.compressed_length(first)
-                    cache = places[key]
+                    cache = memory[key]
                     cache[slots_of(cache, pages, 0, have)] = in_cache_dtype(keys[:have], of_cmp, cache.dtype)
-                    room = -(-T // config.stride)
-                    parts[key].append(torch.cat([keys[have:], draw(room, *row(name)) * torch.nan])[:room])
+                    capacity = -(-T // config.stride)
+                    parts[key].append(torch.cat([keys[have:], draw(capacity, *row(name)) * torch.nan])[:capacity])
         join = torch.cat if self.queries else torch.stack
         if self.new:
             made |= {name: join(parts[name]) for name in names}
@@ -154,7 +154,7 @@ class Case:
             made["gate_weight"] = draw(Hkv * G, len(config.branches), D) * D**-0.5
         if self.gate == "given":
             made["gates"] = torch.rand(*rows, Hkv * G, len(config.branches), generator=generator, device=device)
-        caches = {f"{name}_cache": x for name, x in places.items()}
+        caches = {f"{name}_cache": x for name, x in memory.items()}
         return Call.of(made | tables | caches)._replace(spec=self.spec)
 
 
@@ -175,7 +175,7 @@ CASES = {
     "no window": Case(config=DEFAULT.replace(window_size=0), T=2),
     "packed": Case(queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), page=64, config=SMALL, num_splits=3),
     "there": Case(new=False, T=2, lengths=(128, 2, 1000), win=("v_win",)),
-    "long": Case(lengths=(70_001, 33_000), room=70_016, G=8, page=64, config=NSAConfig.paper(), Hkv=1),
+    "long": Case(lengths=(70_001, 33_000), capacity=70_016, G=8, page=64, config=NSAConfig.paper(), Hkv=1),
     "index": Case(config=INDEX, gate="none", index=(2, 32)),
     "index, one key": Case(config=INDEX.replace(**UNFORCED, branches=BRANCHES[1:]), page=64, index=(1, 16), T=5, Hkv=3),
     "index of 128": Case(config=INDEX.replace(local_blocks=0, block_size=128), index=(2, 128), G=20, gate="given"),
@@ -188,8 +188,10 @@ CASES = {
     "FP8, narrow": Case(D=64, G=16, T=2, win=("k_win", "v_win"), dtype=torch.float16, fp8=True, given=True),
     "FP8, packed": Case(queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), config=SMALL, fp8=True, win=("v_win",), D=64),
     "FP8, there": Case(new=False, T=2, lengths=(128, 2, 1000), fp8=True),
-    "FP8, long": Case(lengths=(70_001, 33_000), room=70_016, G=8, page=64, Hkv=1, fp8=True),
-    "FP8, index": Case(config=INDEX, lengths=(70_001, 33_000), room=70_016, T=2, index=(2, 32), gate="none", fp8=True),
+    "FP8, long": Case(lengths=(70_001, 33_000), capacity=70_016, G=8, page=64, Hkv=1, fp8=True),
+    "FP8, index": Case(
+        config=INDEX, lengths=(70_001, 33_000), capacity=70_016, T=2, index=(2, 32), gate="none", fp8=True
+    ),
     "FP8, index of 16": Case(
         config=INDEX.replace(**UNFORCED, branches=BRANCHES[1:]), page=64, index=(1, 16), T=5, Hkv=3, D=64, fp8=True
     ),
@@ -197,7 +199,7 @@ CASES = {
     "FP8, small pages": Case(page=32, fp8=True, lengths=(70, 33, 1000)),
     "index, small pages": Case(config=INDEX, page=16, index=(2, 32), T=2, gate="none"),
     "FP8, index, small pages": Case(config=INDEX, page=32, index=(1, 64), gate="none", fp8=True),
-    "long index": Case(config=INDEX, lengths=(70_001, 33_000), room=70_016, page=64, G=8, Hkv=8, index=(8, 32)),
+    "long index": Case(config=INDEX, lengths=(70_001, 33_000), capacity=70_016, page=64, G=8, Hkv=8, index=(8, 32)),
     "128 and 72": Case(D=128, Dv=72, G=16, config=NSAConfig.paper(), projected=True, page=64),
     "128, 64 and FP8": Case(D=128, Dv=64, T=3, fp8=True, projected=True, win=("k_win",)),
     "112 and an index": Case(D=112, config=INDEX.replace(branches=BRANCHES[1:]), index=(1, 32), G=20),
@@ -206,9 +208,9 @@ CASES = {
     "80 and FP8": Case(D=80, G=20, config=SMALL, fp8=True, T=2, given=True),
     "120 and 104": Case(D=120, Dv=104, dtype=torch.float16, gate="given", win=("v_win",)),
     "40 and 24": Case(D=40, Dv=24, G=16, new=False, T=2, lengths=(128, 2, 1000)),
-    "16": Case(D=16, Hkv=3, config=NSAConfig.paper(), lengths=(70_001, 33_000), room=70_016),
+    "16": Case(D=16, Hkv=3, config=NSAConfig.paper(), lengths=(70_001, 33_000), capacity=70_016),
     "48, FP8 and an index": Case(D=48, Dv=32, config=INDEX, index=(2, 32), fp8=True, gate="none", T=3),
-    "very long": Case(lengths=(400_001,), room=400_064, G=16, Hkv=1),
+    "very long": Case(lengths=(400_001,), capacity=400_064, G=16, Hkv=1),
 }
 
 
@@ -401,7 +403,7 @@ def assert_step(case: Case) -> None:
 @pytest.mark.parametrize(
     ("Hq", "Hkv", "B", "T", "S", "splits"),
     [
-        (32, 8, 1, 1, 65_536, (16, 8, 4)),  # there are places for the thread blocks of both launches
+        (32, 8, 1, 1, 65_536, (16, 8, 4)),  # the CTAs of both launches fit the GPU
         (64, 4, 16, 1, 65_536, (0, 2, 8)),
         (64, 4, 1, 1, 1 << 20, (43, 8, 8)),  # more compressed keys than a cluster is for
         (32, 8, 64, 1, 65_536, (0, 1, 4)),
@@ -508,7 +510,7 @@ def test_rows_out_of_the_caches(page: int) -> None:
     call = case.call()
     kept = copied(call)
     bad = copied(call)
-    bad.cache.cache_seqlens[1] = case.room
+    bad.cache.cache_seqlens[1] = case.capacity
     if page:
         bad.cache.page_table[2, 3] = -1
         bad.cache.cmp_page_table[3, 0] = len(bad.cache.k_cmp_cache)

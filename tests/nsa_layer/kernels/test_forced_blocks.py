@@ -66,14 +66,14 @@ def test_of_tokens(n: int, causal: bool, modules: SimpleNamespace) -> None:
             if causal and config.chooses_own and own not in candidates:
                 candidates.append(own)
             count = place.forced_blocks(own) if spec.forced else 0
-            listed = [modules.token_epilogue.forced_block(spec, i, own, count) for i in range(min(count, n))]
+            listed = [modules.token_epilogue.forced_block_of_token(spec, i, own, count) for i in range(min(count, n))]
             assert listed == sorted(forced), where
             if len(forced) < n and candidates:
                 assert [j for j in range(config.num_blocks(T)) if place.is_candidate(j, t)] == candidates, where
                 assert n - len(forced) <= spec.most_wanted, where
                 if causal:
-                    assert [*range(*modules.decode_topk.candidates(of_decode, t))] == candidates, where
-                    assert n - len(forced) <= of_decode.chosen, where
+                    assert [*range(*modules.decode_topk.candidate_range(of_decode, t))] == candidates, where
+                    assert n - len(forced) <= of_decode.most_wanted, where
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -92,13 +92,13 @@ def test_of_tiles(q_tile: int, causal: bool, modules: SimpleNamespace) -> None:
             if spec.crowded:
                 count = min(count, n)
             own = causal and config.chooses_own
-            if own:  # behind all complete blocks, while there is room
+            if own:  # behind all complete blocks, while the list has capacity
                 begun = range(t0 // SIZE, (min(t0 + q_tile, T) - 1) // SIZE + 1)
                 forced = [j for j in begun if j not in candidates][: max(0, n - len(candidates))]
-            listed = [modules.epilogue.forced_block(i, *reach, place, spec) for i in range(count)]
+            listed = [modules.epilogue.forced_block_of_tile(i, *reach, place, spec) for i in range(count)]
             assert listed == sorted(forced), where
-            room = modules.epilogue.num_wanted(tile, place, spec)
-            assert own or max(0, room) == n - len(forced), where
-            end = modules.query_tiles.candidates_end(t0, T, SIZE, causal)
-            if room > 0:
+            wanted = modules.epilogue.num_wanted(tile, place, spec)
+            assert own or max(0, wanted) == n - len(forced), where
+            end = modules.query_tiles.blocks_end(t0, T, SIZE, causal)
+            if wanted > 0:
                 assert [j for j in range(end) if modules.query_tiles.eligible(j, end, reach, spec)] == candidates, where

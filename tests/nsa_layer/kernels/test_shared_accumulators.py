@@ -34,8 +34,8 @@ def accumulators(changes: dict) -> tuple[int, int, int]:
         for _ in range(2):
             lookup.make_call(Shape(**dict(Dv=call["D"]) | call).signature())
     assert made[0] is made[1], "layouts are looked up where the same call came before"
-    of_tokens = {x.dk and x.dk.place for x in made[0][-2:]} - {None}
-    return len({x.dq.place for x in made[0]}), len(of_tokens), made[0][0].dq.start
+    of_tokens = {x.dk and x.dk.layout_key for x in made[0][-2:]} - {None}
+    return len({x.dq.layout_key for x in made[0]}), len(of_tokens), made[0][0].dq.start
 
 
 ON_HOPPER = [

@@ -1,10 +1,10 @@
 """The layer and its attention beside themselves, interleaved: compiled and not, by tile, deterministic and not.
 
-    python benchmarks/layer_turns.py compiled [--seqlen 8192 65536]
-    python benchmarks/layer_turns.py tiles [--seqlen 65536] [--q-tile 1 32 128]
-    python benchmarks/layer_turns.py tiles --device cpu
-    python benchmarks/layer_turns.py deterministic [--seqlen 65536] [--heads 32/8 64/4]
-    python benchmarks/layer_turns.py attention [--seqlen 16384 65536] [--heads 32/8 64/4]
+    python benchmarks/layer_variants.py compiled [--seqlen 8192 65536]
+    python benchmarks/layer_variants.py tiles [--seqlen 65536] [--q-tile 1 32 128]
+    python benchmarks/layer_variants.py tiles --device cpu
+    python benchmarks/layer_variants.py deterministic [--seqlen 65536] [--heads 32/8 64/4]
+    python benchmarks/layer_variants.py attention [--seqlen 16384 65536] [--heads 32/8 64/4]
 
 bf16, heads of 128, forward and backward, medians of CUDA-event timings after a warm-up, milliseconds. "compiled":
 `NSAttention` of width 4,096 with 32/8 heads, by `torch.compile` and not, alone and in a block of norm, layer, norm,
@@ -65,7 +65,7 @@ def main() -> None:
     else:
         sizes, config, lengths = SIZES, NSAConfig(), SEQLEN[args.what]
         if not torch.cuda.is_available():
-            sys.exit("layer_turns.py measures on a GPU, and PyTorch finds none")
+            sys.exit("layer_variants.py measures on a GPU, and PyTorch finds none")
     if args.what == "tiles":
         configs = {q_tile: config.replace(q_tile=q_tile) for q_tile in args.q_tile or TILES}
     else:
