@@ -36,7 +36,7 @@ from nsa_tools.shape import Shape, long_tailed
 PARTS = ("check", "bandwidth", "layer", "longest")
 HEADS = dict(Hq=32, Hkv=8, D=128, Dv=128)
 VARIANTS = ("heads", "gather", "auto")  # modes
-# Groups as NCCL makes them, of a stream of high priority, of at most 16 thread blocks, of both, and without peers.
+# Groups as NCCL makes them, of a stream of high priority, of at most 16 CTAs, of both, and without peers.
 GROUPS = ("own", "first", "16", "16 first", "alone")
 ONE = "one GPU"
 CUDA = torch.cuda.is_available()

@@ -59,11 +59,8 @@ def index_loss_backward(
     config, scale, d_sums = call.config, call.spec.index_scale, d_sums.contiguous()
     q_index, k_index, lists, dz = _batched(call, call.q_index, call.k_index, saved.block_indices, saved.index_dz)
     dq, dk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_index, k_index))
-    where, best, (D, n) = (
-        (varlen.cu_seqlens, varlen.cu_seqlens_k),
-        torch.empty_like(lists),
-        (dq.shape[-1], dz.shape[-1]),
-    )
+    where, best = (varlen.cu_seqlens, varlen.cu_seqlens_k), torch.empty_like(lists)
+    D, n = dq.shape[-1], dz.shape[-1]
     if best.numel():
         static = (D, n, config.block_size, config.init_blocks, config.local_blocks)
         more = (*where, pairs.cu_blocks, call.q_offset, d_sums, best, dk, scale)

@@ -1,6 +1,6 @@
 """A second stream for work that the next kernels do not wait for.
 
-Its thread blocks take the multiprocessors that the last tiles of other kernels leave idle, a tenth of the time where
+Its CTAs take the multiprocessors that the last tiles of other kernels leave idle, a tenth of the time where
 tiles are few. Tensors are allocated on the current stream, so that their memory is free again in its order.
 """
 

@@ -256,7 +256,7 @@ def fake_step(name: str, splits: Splits) -> torch.Size:
 
 
 def divide(patch: pytest.MonkeyPatch, splits: Splits) -> None:
-    """Steps divide keys so. The first of `splits` is 0 where compressed keys have no launch of their own; thread blocks
+    """Steps divide keys so. The first of `splits` is 0 where compressed keys have no launch of their own; CTAs
     of 4 warps, the last, are many."""
     from nsa_layer.kernels.decode import step
 
