@@ -96,7 +96,7 @@ SM90 = {
 }
 
 
-@pytest.mark.parametrize("case", swept(SM90, 2), ids=str)
+@pytest.mark.parametrize("case", swept(SM90), ids=str)
 def test_loads_of_sm90(compiler_sm90: Worker, case: Case) -> None:
     assert compiler_sm90.trace(loads, case) == SM90[case]
 
@@ -115,7 +115,7 @@ SM100 = {
 }
 
 
-@pytest.mark.parametrize("case", swept(SM100, 2), ids=str)
+@pytest.mark.parametrize("case", swept(SM100), ids=str)
 def test_loads_of_sm100(compiler_sm100: Worker, case: Case) -> None:
     assert compiler_sm100.trace(loads, case) == SM100[case]
 

@@ -92,7 +92,7 @@ INSIDE = [(CAUSAL, PLAIN), (replace(CAUSAL, mask_mod="thirds"), MODIFIED)]
 INSIDE += [(replace(WINDOW, mask_mod="thirds"), MODIFIED), (WINDOW, PLAIN)]
 
 
-@pytest.mark.parametrize("inside", swept(INSIDE, 2), ids=str)
+@pytest.mark.parametrize("inside", swept(INSIDE), ids=str)
 def test_steps_inside_the_edges_need_no_mask(compiler_sm90: Worker, inside: tuple[Case, dict[str, int]]) -> None:
     case, expected = inside
     assert compiler_sm90.trace(masks, case) == expected

@@ -41,7 +41,7 @@ def types_of_starts(case: Case) -> dict[str, set[str]]:
     return {"forward": set(forwards), "backward": set(backwards)}
 
 
-@pytest.mark.parametrize("case", swept(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", swept(CASES), ids=str)
 def test_kernels_compile_and_find_rows_in_64_bits(compiler: Worker, case: Case) -> None:
     assert compiler.trace(types_of_starts, case) == {"forward": {"Int64"}, "backward": {"Int64"}}
 
@@ -215,7 +215,7 @@ GRIDS = [*BATCHES[1:3], replace(MANY, D=256), LISTED[1], PACKED[1]]
 COMPRESSED = Case(D=128, B=70_000, T_q=256, T_k=4, compress=(64, 63))
 
 
-@pytest.mark.parametrize("case", swept(GRIDS, 2), ids=str)
+@pytest.mark.parametrize("case", swept(GRIDS), ids=str)
 def test_only_the_first_dimension_of_a_grid_grows(compiler: Worker, case: Case) -> None:
     found = compiler.trace(grids, compile_case, case)
     assert found and all(None not in grid[1:] for grid in found), found
