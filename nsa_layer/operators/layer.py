@@ -60,14 +60,17 @@ def attend(
             heads, kept = plan.groups[0][1], plan.kept
     static = (*static_arguments(spec).values(), heads, memory.budget, kept, spec.bound, needs_grad)
     call = padded(call, needs_grad=needs_grad) if spec.backend == "cute" else call
-    args = (*call.tensors, *static)
-    if needs_dispatcher(call.tensors):
-        o, *saved = OP(*args)
-    elif needs_grad:
-        o, *saved = APPLY(tape.for_layout(_forward, args, budget=BUDGET), *unwrap_dead_wrappers(args))
+    tensors = call.tensors
+    if needs_dispatcher(tensors):
+        o, *saved = OP(*tensors, *static)
     else:
-        with torch.no_grad():
-            o, *saved = tape.for_layout(_forward, args, budget=BUDGET)(*args)
+        args = (*unwrap_dead_wrappers(tensors), *static)
+        run = tape.for_layout(_forward, args, budget=BUDGET)
+        if needs_grad:
+            o, *saved = APPLY(run, *args)
+        else:
+            with torch.no_grad():
+                o, *saved = run(*args)
     saved, o = Saved(*map(none_for_empty, saved[:SAVED_FIELDS])), cut(o, v.shape[-1])
     return o, saved.aux(call) if return_aux else None, saved.index_sums
 

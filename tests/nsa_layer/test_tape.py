@@ -60,6 +60,18 @@ def test_calls_with_a_memory_budget_have_none() -> None:
             assert sum(map(callable, tape._tapes.values())) == tapes
 
 
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_tensors_that_outlive_a_transform_have_tapes(needs_grad: bool) -> None:
+    """Their wrappers have no address."""
+    q, k, v = (torch.randn(1, 128, H, 64, dtype=torch.bfloat16) for H in (4, 2, 2))
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(q)
+    with stubbed_layer():
+        for _ in range(3):
+            nsa(kept[0], k.requires_grad_(needs_grad), v, backend="cute")
+        assert sum(map(callable, tape._tapes.values())) == 1
+
+
 def test_results_have_the_same_layout() -> None:
     with stubbed_layer():
         inputs = make_inputs(CASES["index and gates"])
