@@ -197,7 +197,8 @@ class NSACache(LastingTensors):
         if unknown := options.keys() - OPTIONS:
             raise TypeError(f"attend has the options {', '.join(sorted(OPTIONS))}, got {', '.join(sorted(unknown))}")
         if (sources is not None) != bool(self.sources) or (sources is not None and compress is None):
-            raise ValueError("sources must be given with compress to a cache with own_sources, to no other, got one")
+            had = "none" if sources is None else "some"
+            raise ValueError(f"sources must be given with compress to a cache with own_sources, to no other, got {had}")
         if compress is not None and not self.config.computes("compressed"):
             raise ValueError(f"compress is of the compressed branch, got it with branches={self.config.branches}")
         if compress is not None and (both := [name for name in WITHOUT_COMPRESS if options.get(name) is not None]):
