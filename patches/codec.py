@@ -70,7 +70,7 @@ def _lines(text: str) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _index(text: str) -> dict[str, list[int]]:
-    """Where each line worth a reference stands, whatever its indentation; one text serves many patches."""
+    """Line numbers by text without its indentation, of lines worth a reference; one text serves many patches."""
     index: dict[str, list[int]] = {}
     for number, line in enumerate(_lines(text)):
         if len(line.strip()) >= MIN_COPY:
@@ -187,7 +187,7 @@ class _Encoder:
             new = new[count:]
 
     def _places(self, line: str) -> list[tuple[str | None, int]]:
-        """Where a line stands, but for its indentation: in this file, or else in others."""
+        """(file, number) of the lines equal to this one but for indentation: in this file, or else in others."""
         own = line.lstrip(" ")
         # A short line counts where it is replaced: the block around it may just be indented.
         here = self.where.get(own) or [n for n in self.replaced if own and self.old[n].lstrip(" ") == own]

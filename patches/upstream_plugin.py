@@ -11,19 +11,18 @@ import json
 import os
 import random
 import re
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from patches.gpu_memory import pytest_runtest_teardown  # noqa: F401, a hook
 from patches.upstream_tests import PART_VARIABLE, outcomes
 
 PART = json.loads(os.environ[PART_VARIABLE])
 CHUNK = 32  # neighbours share compiled kernels, so a part takes chunks of them
 OUT_OF_TIME = "the part's time is over"
-KEPT_GPU_MEMORY = 1 << 30  # bytes that a process may hold between cases
 
 
 def pytest_configure() -> None:
@@ -71,14 +70,6 @@ def pytest_collection_modifyitems(config, items) -> None:
 def pytest_runtest_setup(item) -> None:
     if time.time() > PART["deadline"]:
         pytest.skip(OUT_OF_TIME)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Free the GPU memory that PyTorch holds unused after a large case: the other processes need it."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.memory_reserved() > KEPT_GPU_MEMORY:
-        torch.cuda.empty_cache()
 
 
 def pytest_runtest_logreport(report) -> None:

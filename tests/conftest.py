@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -16,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 from fa_compile import MULTIPROCESSORS, Worker, shared_worker
 
+from patches.gpu_memory import pytest_runtest_teardown  # noqa: F401, a hook
+
 # Tests look at how kernels are compiled; one out of the user's cache would not be.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
-
-KEPT_GPU_MEMORY = 1 << 30  # bytes that a process may hold unused between tests
 
 # Under xdist a group stays on one worker: an architecture's kernels are imported once, not twice.
 ARCHITECTURES = [pytest.param(arch, marks=pytest.mark.xdist_group(arch)) for arch in MULTIPROCESSORS]
@@ -73,14 +72,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Free the GPU memory that PyTorch holds unused after a large case: the run's other processes need it."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.memory_reserved() > KEPT_GPU_MEMORY:
-        torch.cuda.empty_cache()
 
 
 def _take_turns(items: list[pytest.Item]) -> None:

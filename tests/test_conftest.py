@@ -1,4 +1,4 @@
-"""Which tests a run keeps, and what they leave to its other processes."""
+"""The shard of tests that a run keeps; the GPU memory that a test gives back to the run's other processes."""
 
 from __future__ import annotations
 
@@ -41,4 +41,3 @@ def test_gpu_memory_goes_back_after_large_tests(
     monkeypatch.setattr(torch.cuda, "empty_cache", freed)
     conftest.pytest_runtest_teardown()
     assert freed.call_count == frees
-    monkeypatch.undo()
