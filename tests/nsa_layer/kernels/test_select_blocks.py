@@ -317,7 +317,7 @@ def traced_layer(name: str) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in (o, *grads) if x is not None]
 
 
-SWEPT = ("groups of heads", "a gate", "D 96", "D 256")
+SWEPT = ("groups of heads", "a gate", "the paper's model", "D 96", "D 256")
 
 
 @pytest.mark.parametrize(
